@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
   if hasattr(config, "workerinput"):
     NUM_CPU_THREADS.value = min(NUM_CPU_THREADS.value, 2)  # likewise: threads of ours that spin
     os.environ["NUM_CPU_THREADS"] = str(NUM_CPU_THREADS.value)
+  os.environ["UOPATTN_CHECK"] = "0"  # the suite is the check; tests of self-checks turn them on
   PARALLEL.value = 0
   # tinygrad's own check of graphs, a twentieth of the time. Tests of drawn sizes have it always.
   SPEC.value = int(config.getoption("--slow"))

@@ -11,7 +11,8 @@ if not (_here / "kernels").is_dir():  # in a checkout, kernels/ is beside this f
 provide_clang()
 
 import uopattn.emulator  # noqa: E402  (registers the device EMU)
-import uopattn.onnx  # noqa: E402, F401
+import uopattn.onnx  # noqa: E402
+import uopattn.trust.guard  # noqa: E402, F401  (checks kernels at their first use)
 from uopattn.api.attention import attention  # noqa: E402
 from uopattn.api.flash import flash  # noqa: E402
 from uopattn.api.kv_cache import KVCache  # noqa: E402

@@ -41,7 +41,8 @@ from uopattn.measure.timing import BURSTS, Runner, alternate, on_cpu, ratios, sh
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report
 from uopattn.runtime.clang import clang_version
-from uopattn.runtime.machine import gpu_name, machine_record, thread_count
+from uopattn.runtime.gpu import gpu_name
+from uopattn.runtime.machine import machine_record, thread_count
 
 FORMAT = 2  # of the JSON record; 1 had no "mode", and was in bursts
 ONE_DEVICE = "one device"  # the name of our kernels on one device where others of ours are on several

@@ -20,6 +20,7 @@ ROOMS = (  # from the ground up; each imports from those below
   ("integrate",),
   ("measure",),
   ("tuning",),
+  ("trust",),
 )
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 

@@ -27,12 +27,14 @@ from uopattn.plan import dispatch
 from uopattn.plan.dispatch import backward_on, launch_on
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
+from uopattn.runtime import store
 from uopattn.runtime.log import log_once
+from uopattn.runtime.store import Store
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, make_spec
-from uopattn.tuning import command, search, store
-from uopattn.tuning.case import Case, choice, measured
+from uopattn.tuning import command, search
+from uopattn.tuning.case import WINNERS, Case, choice, measured
 from uopattn.tuning.trial import Trial, unmeasured
 
 SHAPE = (1, 2, 1, 20, 24, 16, 16)
@@ -42,7 +44,7 @@ WORDS = ("B=1", "H=2", "HKV=1", "M=20", "N=24", "D=16", "DTYPE=float")
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   """Nothing is known at first, and two candidates of a schedule are enough."""
-  monkeypatch.setattr(store, "TABLE", f"uopattn_tuned_test_{os.getpid()}")
+  monkeypatch.setattr(WINNERS, "name", f"uopattn_tuned_test_{os.getpid()}")
   monkeypatch.setattr(dispatch, "MOST", 2)
   monkeypatch.delenv("UOPATTN_TUNE", raising=False)
   monkeypatch.setenv("UOPATTN_AMX", "0")  # the candidates of every CPU are those of cpu_forward
@@ -51,8 +53,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   with Context(PARALLEL=0):  # a pool of processes takes longer to start than these kernels to compile
     yield
   search.KNOWN.clear()
-  helpers.db_connection().execute(f"DROP TABLE IF EXISTS '{store._table()}'")
-  helpers._db_tables.discard(store.TABLE)
+  helpers.db_connection().execute(f"DROP TABLE IF EXISTS '{WINNERS.table}'")
+  helpers._db_tables.discard(WINNERS.name)
 
 
 def spec_of(shape: tuple[int, int, int, int, int, int, int] = SHAPE, **options: Any) -> AttentionSpec:
@@ -158,7 +160,7 @@ def test_an_interrupted_search_leaves_nothing_behind(searches: list[str], monkey
       patch.setattr(Trial, "check", interrupted)
       with pytest.raises(KeyboardInterrupt):
         launch_on(spec_of(), "CPU")
-    assert store.every() == []
+    assert WINNERS.every() == []
     assert launch_on(spec_of(), "CPU") == the(1, spec_of())
 
 
@@ -192,7 +194,7 @@ def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     attention(q, k, v, enable_gqa=True).square().sum().backward()
     grads = [x.grad.numpy() for x in (q, k, v) if x.grad is not None]
     assert backward_on(spec, "CPU") == others[1] != others[0]
-    assert len(store.every()) == 2
+    assert len(WINNERS.every()) == 2
   search.KNOWN.clear()  # as in another process
   with uopattn.tune(search=False):
     assert backward_on(spec, "CPU") == others[1]
@@ -232,7 +234,7 @@ def test_a_locked_database_costs_nothing_but_the_entry(
   with sqlite3.connect(helpers.CACHEDB, isolation_level=None) as other, uopattn.tune():
     launch_on(spec, "CPU")  # compiles: storing what is compiled is tinygrad's
     search.KNOWN.clear()
-    store.clear()
+    WINNERS.clear()
     connection.execute("PRAGMA busy_timeout = 50")
     monkeypatch.setattr("uopattn.runtime.program_cache.diskcache_put", lambda *_: None)
     other.execute("BEGIN IMMEDIATE")
@@ -243,26 +245,26 @@ def test_a_locked_database_costs_nothing_but_the_entry(
       connection.execute("PRAGMA busy_timeout = 60000")
   assert "cannot be stored: database is locked" in caplog.text
   assert not connection.in_transaction
-  assert store.every() == []
+  assert WINNERS.every() == []
 
 
 def test_an_interrupted_write_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
   def interrupted(*_: Any) -> None:
-    helpers.db_connection().execute(f"DELETE FROM '{store._table()}'")
+    helpers.db_connection().execute(f"DELETE FROM '{WINNERS.table}'")
     raise KeyboardInterrupt
 
-  store.write({"key": {}, "choice": {}, "seconds": {}})
+  WINNERS.write({"key": {}, "choice": {}, "seconds": {}})
   with monkeypatch.context() as patch:
     patch.setattr(store, "diskcache_put", interrupted)
     with pytest.raises(KeyboardInterrupt):
-      store.write({"key": {}, "choice": {}, "seconds": {}})
+      WINNERS.write({"key": {}, "choice": {}, "seconds": {}})
   assert not helpers.db_connection().in_transaction
-  assert len(store.every()) == 1
+  assert len(WINNERS.every()) == 1
 
 
 def test_who_waits_holds_no_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
-  store.write({"key": {}, "choice": {}, "seconds": {}})
-  helpers.db_connection().execute(f"DELETE FROM '{store._table()}'")  # and then interrupted, before it commits
+  WINNERS.write({"key": {}, "choice": {}, "seconds": {}})
+  helpers.db_connection().execute(f"DELETE FROM '{WINNERS.table}'")  # and then interrupted, before it commits
   own, taken = store.fcntl.flock, [1]
 
   def flock(file: Any, how: int) -> None:
@@ -273,15 +275,15 @@ def test_who_waits_holds_no_transaction(monkeypatch: pytest.MonkeyPatch) -> None
     own(file, how)
 
   monkeypatch.setattr(store.fcntl, "flock", flock)
-  with store.one_at_a_time():
+  with WINNERS.one_at_a_time():
     assert not taken
-  assert len(store.every()) == 1
+  assert len(WINNERS.every()) == 1
 
 
 def test_where_no_lock_can_be_made_it_measures_all_the_same(
   searches: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  monkeypatch.setattr("uopattn.tuning.store.lock_file", lambda: "/nowhere/lock")
+  monkeypatch.setattr(Store, "lock_file", "/nowhere/lock")
   with uopattn.tune():
     assert launch_on(spec_of(), "CPU") == the(1, spec_of())
   assert "there is no lock" in caplog.text
@@ -298,10 +300,10 @@ def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.Lo
     caplog.clear()
     if damage is not None:
       with helpers.db_connection() as connection:  # commits, or other processes would wait for this one
-        connection.execute(f"UPDATE '{store._table()}' SET val = ?", (damage,))
+        connection.execute(f"UPDATE '{WINNERS.table}' SET val = ?", (damage,))
     else:  # an entry that names tiles which are no candidates
-      store.write({"key": case.key(), "choice": choice((the(1, spec),)) | {"splits": 77}, "seconds": {}})
-    assert store.every() == [] or damage is None
+      WINNERS.write({"key": case.key(), "choice": choice((the(1, spec),)) | {"splits": 77}, "seconds": {}})
+    assert WINNERS.every() == [] or damage is None
     assert search.known(case) is None
     assert "measured anew" in caplog.text
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from tinygrad import Device, Tensor, UOp, dtypes
 
 from uopattn.dsl.target import Target
-from uopattn.plan.dispatch import dispatch
+from uopattn.plan.dispatch import check_guards, dispatch
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
@@ -92,9 +92,12 @@ def flash(
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)
   machine, device = target_of(Device.DEFAULT), Device.DEFAULT
-  if target is not None and target != machine:
+  is_elsewhere = target is not None and target != machine
+  if target is not None and is_elsewhere:
     machine, device = target, target.device
   launch = replace(dispatch(spec, machine, tiles, single_kernel=True), splits=1)
+  if not is_elsewhere:
+    check_guards((launch,), device)
   buffers = (o, q, k, v, *([] if lse is None else [lse]), *aux)
   # Which devices the Tensors are on is unknown here: the kernel is loaded on all of this kind that are in use.
   kind = device.split(":")[0]

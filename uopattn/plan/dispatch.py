@@ -44,7 +44,9 @@ DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 MOST = 8  # tiles of a schedule to measure
 Chooser = Callable[[AttentionSpec, str, bool], tuple[Launch, ...] | None]  # see `choose_by`
+Guard = Callable[[tuple[Launch, ...], str, bool], str]  # see `guard_by`
 _CHOOSERS: list[Chooser] = []
+_GUARDS: list[Guard] = []
 
 
 class NoKernel(ValueError):
@@ -81,6 +83,7 @@ def launch_on(spec: AttentionSpec, device: str) -> Launch:
     NoKernel: no kernel serves it.
   """
   (found,) = _chosen(spec, device, False) or (dispatch(spec, target_of(device)),)
+  check_guards((found,), device)
   return found
 
 
@@ -90,7 +93,9 @@ def backward_on(spec: AttentionSpec, device: str) -> tuple[Launch, ...]:
   Raises:
     NoKernel: no kernels serve it.
   """
-  return _chosen(spec, device, True) or dispatch_backward(spec, target_of(device))
+  found = _chosen(spec, device, True) or dispatch_backward(spec, target_of(device))
+  check_guards(found, device, backward=True)
+  return found
 
 
 def choose_by(chooser: Chooser) -> None:
@@ -99,6 +104,21 @@ def choose_by(chooser: Chooser) -> None:
   Where it returns None, `dispatch` and `dispatch_backward` choose by their model.
   """
   _CHOOSERS.append(chooser)
+
+
+def guard_by(guard: Guard) -> None:
+  """Let a function of launches, a device, and whether they are of a gradient say why they may not run there.
+
+  It returns "" where they may. `dispatch` and `dispatch_backward`, which know no device, do not ask.
+  """
+  _GUARDS.append(guard)
+
+
+def check_guards(launches: tuple[Launch, ...], device: str, backward: bool = False) -> None:
+  """Raise NoKernel if launches may not run on a device; see `guard_by`."""
+  for guard in _GUARDS:
+    if against := guard(launches, device, backward):
+      raise NoKernel(against)
 
 
 def _chosen(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, ...] | None:

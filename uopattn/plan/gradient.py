@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
@@ -142,12 +143,18 @@ def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Argument
   )
 
 
-def by_kernels(launches: tuple[Launch, ...], residuals: Residuals, arguments: Arguments) -> list[Tensor]:
-  """Compute dQ, dK and dV with kernels."""
+def by_kernels(
+  launches: tuple[Launch, ...], residuals: Residuals, arguments: Arguments, results: Tensors = MappingProxyType({})
+) -> list[Tensor]:
+  """Compute dQ, dK and dV with kernels.
+
+  Args:
+    results: buffers to write to, by name; missing ones are new.
+  """
   given: dict[str, Sequence[Tensor]] = {name: [getattr(residuals, name)] for name in ("lse", "delta")}
   for name in ("q", "k", "v", "do"):
     given[name] = [flat_base(name, getattr(residuals, name), residuals.spec.layout(name))]
-  given |= arguments.buffers()
+  given |= arguments.buffers() | dict(results)
   return run_backward(launches, cast(Devices, residuals.q.device), given, arguments.variables(), arguments.block_mask)
 
 

@@ -10,7 +10,8 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.runtime.clang import find_clang
 from uopattn.runtime.cpu import kernel_renderer, may_use_tiles, vector_unit
-from uopattn.runtime.machine import multiprocessors, thread_count
+from uopattn.runtime.gpu import multiprocessors
+from uopattn.runtime.machine import thread_count
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
 RUNTIMES = {"NV": "CUDA"}  # devices that run the kernels of another device

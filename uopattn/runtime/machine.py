@@ -1,14 +1,11 @@
 """Description of the machine that a measurement ran on."""
 
-import ctypes
 import functools
 import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
-from tinygrad import Context, Device
 from tinygrad.helpers import NUM_CPU_THREADS
 
 from uopattn.version import __version__
@@ -39,41 +36,6 @@ def cpu_model() -> str:
   """Return the processor's family, model and stepping, which tell apart products of one name; "" if unknown."""
   wanted = ("cpu family", "model", "stepping")
   return " ".join(f"{name} {cpu_info()[name]}" for name in wanted if name in cpu_info())
-
-
-def gpu_name(device: str) -> str:
-  """Return the model name of a CUDA device; "" for any other device."""
-  if device.split(":")[0] != "CUDA":
-    return ""
-  from tinygrad.runtime.autogen import cuda
-  from tinygrad.runtime.ops_cuda import CUDADevice
-
-  name = ctypes.create_string_buffer(100)
-  cuda.cuDeviceGetName(name, len(name), cast(CUDADevice, Device[device]).cu_device)
-  return name.value.decode()
-
-
-@functools.cache
-def multiprocessors(device: str) -> int:
-  """Return the number of multiprocessors of a CUDA or NV device, or of compute units of a CL device.
-
-  For NV it is the number of the whole chip. tinygrad does not ask which of them are disabled on this card.
-  """
-  with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
-    gpu: Any = Device[device]
-  if device.split(":")[0] == "NV":
-    return int(gpu.num_gpcs * gpu.num_tpc_per_gpc * gpu.num_sm_per_tpc)
-  count = ctypes.c_int()
-  if device.split(":")[0] == "CL":
-    from tinygrad.runtime.autogen import opencl
-
-    size = ctypes.sizeof(count)
-    opencl.clGetDeviceInfo(gpu.cl_dev, opencl.CL_DEVICE_MAX_COMPUTE_UNITS, size, ctypes.byref(count), None)
-    return count.value
-  from tinygrad.runtime.autogen import cuda
-
-  cuda.cuDeviceGetAttribute(count, cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu.cu_device)
-  return count.value
 
 
 def usable_cores() -> int:

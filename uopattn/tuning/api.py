@@ -17,7 +17,7 @@ from uopattn.integrate.handle import Handle, Switch
 from uopattn.plan.dispatch import choose_by
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning import store
+from uopattn.tuning.case import WINNERS, is_entry
 
 FORMAT = 2  # of the exported file
 SWITCH = Switch(lambda undo: None)  # nothing of tinygrad is replaced; its options are the argument `search`
@@ -67,7 +67,7 @@ class Tune:
       0
     """
     _forget()
-    return store.clear()
+    return WINNERS.clear()
 
   def export(self, file: str | Path) -> int:
     """Write all that was measured to a JSON file; return the number of entries.
@@ -80,7 +80,7 @@ class Tune:
       ...   uopattn.tune.load(f"{folder}/tuned.json") == count
       True
     """
-    entries = store.every()
+    entries = WINNERS.every()
     Path(file).write_text(json.dumps({"format": FORMAT, "entries": entries}, indent=1) + "\n")
     return len(entries)
 
@@ -106,9 +106,9 @@ class Tune:
     except (UnicodeDecodeError, json.JSONDecodeError):
       content = None
     valid = isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("entries"), list)
-    if not valid or not all(map(store.is_entry, content["entries"])):
+    if not valid or not all(map(is_entry, content["entries"])):
       raise ValueError(f"{file} is not a file that uopattn.tune.export wrote")
-    stored = sum(map(store.write, content["entries"]))
+    stored = sum(map(WINNERS.write, content["entries"]))
     _forget()
     return stored
 

@@ -16,9 +16,9 @@ from uopattn.measure.program import reason
 from uopattn.measure.timing import Runner, Timing, Turns, alternate
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
+from uopattn.runtime.store import Entry
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning import store
-from uopattn.tuning.case import Case, Launches, choice
+from uopattn.tuning.case import WINNERS, Case, Launches, choice, is_entry
 from uopattn.tuning.compile import Job, compile_all
 from uopattn.tuning.trial import Trial, unmeasured
 
@@ -97,7 +97,7 @@ class Result:
   def defects(self) -> list[Candidate]:
     return [x for x in self.tried if x.defect]
 
-  def entry(self, case: Case) -> store.Entry:
+  def entry(self, case: Case) -> Entry:
     """Return what is stored of it."""
     return {
       "key": case.key(),
@@ -157,9 +157,9 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
 
 def known(case: Case) -> Launches | None:
   """Return the launches that an earlier search chose; None if there are none, or their entry makes no sense."""
-  if (entry := store.read(case.key())) is None:
+  if (entry := WINNERS.read(case.key())) is None:
     return None
-  found = case.launches(entry["choice"]) if store.is_entry(entry) else None
+  found = case.launches(entry["choice"]) if is_entry(entry) else None
   if found is None:
     log.warning("uopattn.tune: an entry names tiles that are no candidates, and is measured anew")
   return found
@@ -181,13 +181,13 @@ def tuned(case: Case, again: bool = False) -> Launches | Result:
   Args:
     again: whether to search also if there are some.
   """
-  with store.one_at_a_time():
+  with WINNERS.one_at_a_time():
     if not again and (found := known(case)) is not None:  # by a process that was waited for
       return found
     compile_all(jobs_of(case))
     result = search(case)
     if result.best.seconds is not None:
-      store.write(result.entry(case))
+      WINNERS.write(result.entry(case))
   return result
 
 

@@ -1,0 +1,129 @@
+"""`python -m uopattn.check`: checks and times every kernel that serves this machine, and writes a report to send.
+
+Exit status: 0 if all is right, 1 if a kernel is wrong, 2 if it could not be found out, 130 if it was interrupted.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tinygrad import Device
+from tinygrad.helpers import tqdm
+
+from uopattn.dsl.schedule import Schedule
+from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
+from uopattn.plan.dispatch import NoKernel, schedules_on
+from uopattn.trust.cover import probes_of
+from uopattn.trust.guard import is_emulated
+from uopattn.trust.outcome import Apart
+from uopattn.trust.report import Kernel, Report, compared
+
+EPILOG = """\
+Each kernel runs small attentions with every feature, dtype and kind of size that it serves, in a process of its own,
+and their results are compared with a float64 reference. It takes some minutes. The speeds are GFLOP/s on contiguous
+inputs of one size, beside tinygrad's own attention and tinygrad's product of two matrices.
+
+The report has the names and versions of the card, its driver, the compiler and the system, and what came of each
+attention; neither the names of the user or the host nor paths are in it. Please send it to the project."""
+
+
+def run(kernels: list[str], quick: bool, timed: bool, file: str | None, other: Report | None) -> int:
+  """Check all kernels, print the report and write it; return the exit status.
+
+  Args:
+    kernels: names of those to check; [] for all.
+    timed: whether to measure speeds.
+    file: where to write the report to.
+    other: a report to show beside it.
+
+  Raises:
+    Usage: the device has no kernels, or none of these names.
+  """
+  target, device = default_target(), Device.DEFAULT
+  passes = [(x, backward) for backward in (False, True) for x in _schedules(backward)]
+  names = list(dict.fromkeys(x.name for x, _ in passes))
+  if unknown := set(kernels) - set(names):
+    raise Usage(f"--kernel {min(unknown)} is not for {target}; accepted are {', '.join(names)}")
+  report = Report.new(device)
+  print(report.title, flush=True)
+  try:
+    for schedule, backward in passes:
+      if not kernels or schedule.name in kernels:
+        report.kernels.append(Kernel(schedule.name, backward))
+        _check(report.kernels[-1], schedule, device, quick, timed and not is_emulated(device))
+        if file:
+          report.write(file)
+    report.finished = True
+  finally:  # interrupted, it keeps what it has
+    print(report.table())
+    for text in report.failures():
+      print(f"  {text}")
+    print(report.verdict(), flush=True)
+    if file:
+      report.write(file)
+      print(f"wrote {file}, with what is known of this machine and no private data")
+  if other is not None:
+    print(compared(report, other))
+  return 1 if report.failures() else 0 if all(x.is_right for x in report.kernels if x.probes) else 2
+
+
+def _schedules(backward: bool) -> tuple[Schedule, ...]:
+  try:
+    return schedules_on(default_target(), backward)
+  except NoKernel as error:
+    raise Usage(str(error)) from error
+
+
+def _check(kernel: Kernel, schedule: Schedule, device: str, quick: bool, timed: bool) -> None:
+  """Check a kernel, and time it."""
+  label = f"{kernel.name}{' gradients' * kernel.backward}"
+  with Apart(device) as apart:
+    for probe in tqdm(probes_of(schedule, kernel.backward, quick), desc=label, disable=None):
+      kernel.add(probe, apart.outcome(probe))
+    if timed and kernel.is_right:
+      kernel.speed = apart.speed(kernel.name, kernel.backward) or {}
+
+
+def main() -> int:
+  """Parse the command line and check; return the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="python -m uopattn.check",
+    description=(__doc__ or "").splitlines()[0].split(": ", 1)[1],
+    epilog=EPILOG,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("--json", metavar="FILE", help="write the report, after each kernel and at the end")
+  parser.add_argument("--quick", action="store_true", help="one attention for each dtype and kind of shape")
+  parser.add_argument(
+    "--kernel", metavar="NAME", action="append", default=[], help="check this kernel; may be repeated"
+  )
+  parser.add_argument("--no-speed", action="store_true", help="measure no speeds")
+  parser.add_argument(
+    "--compare", metavar="FILE", nargs="+", help="show a report beside this one; with two files nothing is checked"
+  )
+  given = parser.parse_args()
+
+  def job() -> int:
+    others = [_read(x) for x in given.compare or ()]
+    if len(others) > 2:
+      raise Usage(f"--compare takes one file or two, and was given {len(others)}")
+    if len(others) == 2:
+      print(compared(*others))
+      return 0
+    if given.json:
+      check_writable(f"--json {given.json}", given.json)
+    take_device("uopattn.check")
+    return run(given.kernel, given.quick, not given.no_speed, given.json, others[0] if others else None)
+
+  return exit_status("uopattn.check", job)
+
+
+def _read(file: str | Path) -> Report:
+  try:
+    return Report.read(file)
+  except OSError as error:
+    raise Usage(f"--compare {file}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,84 @@
+"""What is known of a GPU: its product, its driver, and its size."""
+
+import contextlib
+import ctypes
+import functools
+import platform
+from pathlib import Path
+from typing import Any
+
+from tinygrad import Context, Device
+
+
+def gpu_name(device: str) -> str:
+  """Return the model name of a GPU; "" for a device whose runtime does not tell."""
+  kind, found = device.split(":")[0], ""
+  if kind == "CUDA":
+    from tinygrad.runtime.autogen import cuda
+
+    name = ctypes.create_string_buffer(100)
+    cuda.cuDeviceGetName(name, len(name), opened(device).cu_device)
+    found = name.value.decode()
+  elif kind == "CL":
+    found = opened(device).device_name
+  elif kind == "METAL":
+    from tinygrad.runtime.ops_metal import from_ns_str
+
+    found = from_ns_str(opened(device).sysdevice.name())
+  elif kind == "AMD":
+    found = _file(Path(getattr(opened(device).iface, "dev_sysfs_path", "/nowhere")) / "product_name")
+  return found.strip()
+
+
+def driver(device: str) -> str:
+  """Return the name and the version of what drives a device: the driver, or the system that it is a part of."""
+  kind = device.split(":")[0]
+  if kind == "CL":
+    return f"OpenCL {opened(device).driver_version}"
+  if kind == "METAL":
+    return f"macOS {platform.mac_ver()[0]}"
+  if kind in ("CUDA", "NV") and (version := _file(Path("/sys/module/nvidia/version"))):
+    return f"nvidia {version}"
+  if kind == "CUDA":
+    from tinygrad.runtime.autogen import cuda
+
+    cuda.cuDriverGetVersion(number := ctypes.c_int32())
+    return f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+  if kind == "AMD" and (version := _file(Path("/sys/module/amdgpu/version"))):
+    return f"amdgpu {version}"
+  return f"{platform.system()} {platform.release()}"
+
+
+def opened(device: str) -> Any:
+  """Return a device, opened; also while a tinygrad.function is traced, where nothing may run."""
+  with Context(ALLOW_DEVICE_USAGE=1):
+    return Device[device]
+
+
+def _file(path: Path) -> str:
+  """Return the content of a small file of the system; "" if it cannot be read."""
+  with contextlib.suppress(OSError):
+    return path.read_text().strip()
+  return ""
+
+
+@functools.cache
+def multiprocessors(device: str) -> int:
+  """Return the number of multiprocessors of a CUDA or NV device, or of compute units of a CL device.
+
+  For NV it is the number of the whole chip. tinygrad does not ask which of them are disabled on this card.
+  """
+  gpu = opened(device)
+  if device.split(":")[0] == "NV":
+    return int(gpu.num_gpcs * gpu.num_tpc_per_gpc * gpu.num_sm_per_tpc)
+  count = ctypes.c_int()
+  if device.split(":")[0] == "CL":
+    from tinygrad.runtime.autogen import opencl
+
+    size = ctypes.sizeof(count)
+    opencl.clGetDeviceInfo(gpu.cl_dev, opencl.CL_DEVICE_MAX_COMPUTE_UNITS, size, ctypes.byref(count), None)
+    return count.value
+  from tinygrad.runtime.autogen import cuda
+
+  cuda.cuDeviceGetAttribute(count, cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu.cu_device)
+  return count.value

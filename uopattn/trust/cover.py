@@ -1,0 +1,83 @@
+"""The probes of `python -m uopattn.check`: for a schedule each dtype, each feature and each shape, not all together."""
+
+from collections.abc import Iterator, Sequence
+
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
+from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Schedule
+from uopattn.spec.tensors import dtype_name
+from uopattn.trust.features import Sizes
+from uopattn.trust.probe import Probe
+
+# Sizes B, Hq, Hkv, M, N, Dk, Dv; those that a schedule does not serve are left out.
+PREFILL: tuple[Sizes, ...] = (
+  (2, 4, 2, 150, 208, 64, 64),
+  (1, 2, 2, 304, 304, 128, 128),
+  (1, 3, 3, 77, 131, 33, 17),
+  (2, 6, 1, 200, 96, 80, 80),
+  (1, 2, 1, 130, 272, 256, 256),
+  (1, 1, 1, 70, 112, 320, 264),
+)
+DECODE: tuple[Sizes, ...] = (
+  (2, 8, 2, 1, 800, 64, 64),
+  (1, 8, 1, 3, 1040, 128, 128),
+  (2, 4, 4, 2, 77, 33, 17),
+)
+LATENT: tuple[Sizes, ...] = ((2, 64, 1, 1, 800, 576, 512), (1, 16, 1, 4, 304, 576, 512))
+# Features that go together in one probe: each occurs once, and each kind of mask with another one.
+COMBINED: tuple[tuple[str, ...], ...] = (
+  ("is_causal",),
+  ("window left+right", "softcap"),
+  ("attn_mask bool --mn",),
+  ("attn_mask float bhmn", "sinks"),
+  ("is_causal", "q_start Tensor", "kv_lengths Tensor"),
+  ("is_causal", "q_start Variable", "kv_lengths Variable", "heads_last qkv"),
+  ("score_mod", "mask_mod"),
+  ("block_mask",),
+  ("dropout_p", "is_causal"),
+  ("bounds",),
+  ("kv_lengths Tensor", "page_table 16"),
+  ("k_scale", "q_scale", "v_scale"),
+)
+OF_LATENT: tuple[tuple[str, ...], ...] = (("values_in_keys",), ("is_causal", "q_start Tensor", "values_in_keys"))
+
+
+def probes_of(schedule: Schedule, backward: bool, quick: bool = False) -> list[Probe]:
+  """Return the probes of a schedule; some may turn out not to be served.
+
+  Args:
+    quick: one probe for each dtype and kind of shape.
+  """
+  return list(dict.fromkeys(x for dtype in schedule.dtypes for x in _probes(schedule, dtype, backward, quick)))
+
+
+def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> Iterator[Probe]:
+  shift = schedule.dtypes.index(dtype)
+
+  def made(sizes: Sizes, features: tuple[str, ...], stored: DType = dtype) -> Probe:
+    if "bounds" in features:  # sequences one after another are one batch
+      sizes = (1, *sizes[1:])
+    if any(x.startswith("page_table") for x in features):
+      sizes = (*sizes[:4], sizes[4] // 16 * 16, *sizes[5:])
+    return Probe(schedule.name, backward, sizes, dtype_name(dtype), dtype_name(stored), tuple(sorted(features)))
+
+  shapes: Sequence[tuple[Sizes, ...]] = (PREFILL,) if backward else (PREFILL, DECODE)
+  for sizes in shapes:
+    for shape in sizes[:1] if quick else sizes:
+      yield made(shape, ())
+    for i, features in enumerate(COMBINED[:1] if quick else COMBINED):
+      yield made(sizes[(i + shift) % len(sizes)], features)
+      if i % 2 == 0:  # the commonest sizes have half of the features at least
+        yield made(sizes[(shift + i // 2) % 2], features)
+  for i, features in enumerate(OF_LATENT):
+    yield made(LATENT[i], features)
+  if dtype not in DTYPES_8 and not backward:
+    for stored in QUANTIZED_DTYPES[:1] if quick else QUANTIZED_DTYPES:
+      yield made(DECODE[0], ("is_causal", "q_start Tensor", "scales"), stored)
+      yield made(PREFILL[0], ("scales",), stored)
+  if dtype == dtypes.float32:
+    yield made(PREFILL[0], ("is_causal", "tf32"))
+    for stored in () if quick or backward else DTYPES_16:
+      yield made(DECODE[0], (), stored)

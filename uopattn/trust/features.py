@@ -1,0 +1,245 @@
+"""Arguments that stand for the features of an attention, with the same as rules of the oracle.
+
+A feature is the name of an argument, in some cases with a detail after a blank: "window left", "kv_lengths Tensor".
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn.api.varlen import key_bounds
+from uopattn.dsl.random import kept
+from uopattn.dsl.rules.ranges import Window
+from uopattn.dsl.schedule import DTYPES
+from uopattn.measure.problem import normal, tensor
+from uopattn.proof.oracle import Array
+from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.tensors import dtype_name
+
+Sizes = tuple[int, int, int, int, int, int, int]
+"""B, Hq, Hkv, M, N, Dk, Dv."""
+NAMED = {dtype_name(x): x for x in (*DTYPES, dtypes.int8)}  # dtypes of q, k, v and masks
+DROPOUT = 0.3  # probability
+COLUMNS = 8  # of the table that the score_mod reads
+SEED = 0x1234, 0x9ABC  # of dropout
+
+
+@dataclass(eq=False)
+class Inputs:
+  """Random inputs of an attention: for kernels as Tensors, and for the oracle as arrays.
+
+  Attributes:
+    q, k, v: Tensors of four dimensions; with a page table k and v are pages.
+    arrays: q, k and v as the oracle takes them.
+    arguments: of `Arguments`.
+    rules: keyword arguments of the gate.
+    masks: further conditions under which a query sees a key: functions of the batch, head, query and key.
+  """
+
+  sizes: Sizes
+  device: str
+  random: np.random.Generator
+  q: Tensor
+  k: Tensor
+  v: Tensor
+  arrays: tuple[Array, Array, Array]
+  arguments: dict[str, Any] = field(default_factory=dict)
+  rules: dict[str, Any] = field(default_factory=dict)
+  masks: list[Callable[..., Any]] = field(default_factory=list)
+
+  @classmethod
+  def of(cls, sizes: Sizes, dtype: DType, stored: DType, features: tuple[str, ...], device: str) -> "Inputs":
+    """Draw inputs with these features. k and v have the dtype `stored`."""
+    B, Hq, Hkv, M, N, Dk, Dv = sizes
+    random = np.random.default_rng(sum(sizes))
+    q = normal((B, Hq, M, Dk), dtype, random, device)
+    k, v = (_keys((B, Hkv, N, D), stored, random, device) for D in (Dk, Dv))
+    if "values_in_keys" in features:
+      v = k[..., :Dv]
+    heads_last = next((x.partition(" ")[2] for x in features if x.startswith("heads_last")), "")
+    q_, k_, v_ = (
+      _with_heads_last(x, d, device) if name in heads_last else tensor(x, d, device)
+      for name, x, d in (("q", q, dtype), ("k", k, stored), ("v", v, stored))
+    )
+    if "values_in_keys" in features:
+      v_ = k_[..., :Dv]
+    found = cls(sizes, device, random, q_, k_, v_, (q, k, v), {"enable_gqa": True, "return_lse": True})
+    for feature in features:
+      name, _, detail = feature.partition(" ")
+      FEATURES[name](found, detail)
+    if found.masks:
+      found.rules["mask_mod"] = lambda b, h, i, j, *aux: np.logical_and.reduce([x(b, h, i, j) for x in found.masks])
+    return found
+
+  def tensor(self, array: Array, dtype: DType) -> Tensor:
+    return tensor(array, dtype, self.device)
+
+
+def _keys(shape: tuple[int, ...], dtype: DType, random: np.random.Generator, device: str) -> Array:
+  """Return keys or values; normal ones, or with int8 as the scales of `_scales` expect them."""
+  if dtype == dtypes.int8:
+    return random.integers(-127, 128, shape).astype(np.float32)
+  return normal(shape, dtype, random, device)
+
+
+def _with_heads_last(x: Array, dtype: DType, device: str) -> Tensor:
+  """Return a Tensor whose rows of all heads are adjacent in memory."""
+  return tensor(np.ascontiguousarray(x.swapaxes(1, 2)), dtype, device).transpose(1, 2)
+
+
+def _nothing(x: Inputs, detail: str) -> None:
+  """Do nothing: the feature shows in how q, k and v are made, or in how kernels multiply."""
+
+
+def _is_causal(x: Inputs, detail: str) -> None:
+  x.arguments["is_causal"] = x.rules["is_causal"] = True
+
+
+def _window(x: Inputs, detail: str) -> None:
+  sides = {"left": (x.sizes[4] // 3, None), "right": (None, x.sizes[4] // 3)}
+  x.arguments["window"] = x.rules["window"] = sides.get(detail, (x.sizes[4] // 3, x.sizes[4] // 8))
+
+
+def _softcap(x: Inputs, detail: str) -> None:
+  x.arguments["softcap"] = x.rules["softcap"] = 2.0
+
+
+def _attn_mask(x: Inputs, detail: str) -> None:
+  """A mask of a dtype, which may be the same along some axes: "half b-mn" is of all but the heads."""
+  dtype, _, axes = detail.partition(" ")
+  B, Hq, _, M, N, *_ = x.sizes
+  shape = tuple(n if name in axes else 1 for name, n in zip("bhmn", (B, Hq, M, N), strict=True))
+  if dtype == "bool":
+    mask = x.random.random(shape) < 0.8
+    x.arguments["attn_mask"], x.rules["attn_mask"] = x.tensor(mask, dtypes.bool), mask
+    return
+  mask = normal(shape, NAMED[dtype], x.random, x.device)
+  x.arguments["attn_mask"], x.rules["attn_mask"] = x.tensor(mask, NAMED[dtype]), mask
+
+
+def _place(x: Inputs, name: str, detail: str, value: int) -> None:
+  """A position or a number of keys: an int, a Variable, or a Tensor with another value for each batch."""
+  B, N = x.sizes[0], x.sizes[4]
+  if detail == "Tensor":
+    values = np.array([max(0, value - b) for b in range(B)], np.int32)
+    x.arguments[name], x.rules[name] = x.tensor(values, dtypes.int), values
+    return
+  x.arguments[name] = value if detail == "int" else UOp.variable(name, 0, N).bind(value)
+  x.rules[name] = value if name == "q_start" else np.full(B, value)
+
+
+def _q_start(x: Inputs, detail: str) -> None:
+  _place(x, "q_start", detail, max(1, x.sizes[4] - x.sizes[3]))
+
+
+def _kv_lengths(x: Inputs, detail: str) -> None:
+  _place(x, "kv_lengths", detail, max(1, x.sizes[4] - 3))
+
+
+def _sinks(x: Inputs, detail: str) -> None:
+  sinks = x.random.standard_normal(x.sizes[1]).astype(np.float32)
+  x.arguments["sinks"], x.rules["sinks"] = x.tensor(sinks, dtypes.float32), sinks
+
+
+def _score_mod(x: Inputs, detail: str) -> None:
+  table = x.random.standard_normal((x.sizes[1], COLUMNS)).astype(np.float32)
+  given = {"score_mod": lambda score, b, h, i, j, table: score + table[h, j % COLUMNS]}
+  x.arguments |= given | {"aux": (x.tensor(table, dtypes.float32),)}
+  x.rules |= given | {"aux": (table,)}
+
+
+def _mask_mod(x: Inputs, detail: str) -> None:
+  x.arguments["mask_mod"] = lambda b, h, i, j, *aux: (i + 2 * j) % 3 < 2
+  x.masks.append(x.arguments["mask_mod"])
+
+
+def _block_mask(x: Inputs, detail: str) -> None:
+  def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (j < 5) | ((j <= i + 40) & (j > i - 50))
+
+  M, N = x.sizes[3:5]
+  x.arguments["block_mask"] = BlockMask.of(seen, 1, 1, M, N, device=x.device)
+  x.masks.append(seen)
+
+
+def _dropout_p(x: Inputs, detail: str) -> None:
+  B, Hq, _, M, N, *_ = x.sizes
+  row, key = np.indices((B * Hq * M, N), np.uint32)
+  seed = tuple(np.array([word], np.uint32) for word in SEED)
+  x.arguments |= {"dropout_p": DROPOUT, "seed": x.tensor(np.array(SEED), dtypes.uint32)}
+  x.rules |= {"dropout_p": DROPOUT, "kept": kept((seed[0], seed[1]), row, key, DROPOUT).reshape(B, Hq, M, N)}
+
+
+def _bounds(x: Inputs, detail: str) -> None:
+  """Two sequences one after another, as `attention_varlen` packs them, with a causal mask in each."""
+  M, N = x.sizes[3:5]
+  of_q, of_k = ([0, n // 3, n] for n in (M, N))
+  ends_q, ends_k = (x.tensor(np.array(given), dtypes.int) for given in (of_q, of_k))
+  x.arguments["bounds"] = key_bounds(ends_q, ends_k, M, N, Window.of(None, 0), 0)
+  i, j = np.arange(M), np.arange(N)
+  own_q, own_k = (np.searchsorted(given[1:], at, side="right") for given, at in ((of_q, i), (of_k, j)))
+  within_q, within_k = i - np.array(of_q)[own_q], j - np.array(of_k)[own_k]
+  seen = (own_q[:, None] == own_k) & (within_k <= within_q[:, None])
+  x.masks.append(lambda b, h, i, j: seen[i, j])
+
+
+def _scales(x: Inputs, detail: str) -> None:
+  q, *keys = x.arrays
+  scales = [x.random.uniform(0.5, 1.5, y.shape[:3]).astype(np.float32) / 64 for y in keys]
+  x.arguments["scales"] = tuple(x.tensor(y, dtypes.float32) for y in scales)
+  k, v = (y.astype(np.float64) * scale[..., None] for y, scale in zip(keys, scales, strict=True))
+  x.arrays = q, k, v
+
+
+def _of_heads(name: str) -> Callable[[Inputs, str], None]:
+  def add(x: Inputs, detail: str) -> None:
+    B, _, Hkv, *_ = x.sizes
+    scale = x.random.uniform(0.5, 1.5, (B, Hkv)).astype(np.float32)
+    x.arguments[name], x.rules[name] = x.tensor(scale, dtypes.float32), scale
+
+  return add
+
+
+def _page_table(x: Inputs, detail: str) -> None:
+  """Pages of so many keys, in another order in memory than in the table."""
+  B, _, Hkv, _, N, *_ = x.sizes
+  size = int(detail)
+  pages = N // size
+  table = np.random.default_rng(0).permutation(B * pages).reshape(B, pages).astype(np.int32)
+  x.arguments["page_table"] = x.tensor(table, dtypes.int)
+
+  def pooled(y: Array, dtype: DType) -> Tensor:
+    of_pages = y.reshape(B, Hkv, pages, size, -1).swapaxes(1, 2).reshape(B * pages, Hkv, size, -1)
+    pool = np.empty_like(of_pages)
+    pool[table.reshape(-1)] = of_pages
+    return x.tensor(pool, dtype)
+
+  x.k, x.v = (pooled(y, old.dtype) for y, old in zip(x.arrays[1:], (x.k, x.v), strict=True))
+
+
+FEATURES: dict[str, Callable[[Inputs, str], None]] = {
+  "values_in_keys": _nothing,
+  "heads_last": _nothing,
+  "tf32": _nothing,
+  "is_causal": _is_causal,
+  "window": _window,
+  "softcap": _softcap,
+  "attn_mask": _attn_mask,
+  "q_start": _q_start,
+  "kv_lengths": _kv_lengths,
+  "sinks": _sinks,
+  "score_mod": _score_mod,
+  "mask_mod": _mask_mod,
+  "block_mask": _block_mask,
+  "dropout_p": _dropout_p,
+  "bounds": _bounds,
+  "page_table": _page_table,
+  "scales": _scales,
+  "q_scale": _of_heads("q_scale"),
+  "k_scale": _of_heads("k_scale"),
+  "v_scale": _of_heads("v_scale"),
+}

@@ -1,0 +1,142 @@
+"""The self-check: a kernel that is not known to run right on a kind of card proves itself there before it is used.
+
+The first use of a schedule, with its tiles and features, runs a probe of the same kind through the gate, in a process
+of its own. The verdict is kept in tinygrad's database on disk, for all processes on this machine.
+"""
+
+import functools
+import logging
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tinygrad import Context
+from tinygrad.engine.realize import capturing
+from tinygrad.helpers import DEV
+
+from uopattn.plan.dispatch import guard_by
+from uopattn.plan.launch import Launch
+from uopattn.runtime.function import in_function
+from uopattn.runtime.gpu import driver
+from uopattn.runtime.store import Entry, Store
+from uopattn.trust.cards import is_recorded
+
+if TYPE_CHECKING:  # modules that measure are imported when they are needed, as few processes need them
+  from uopattn.trust.probe import Probe
+
+log = logging.getLogger("uopattn")
+VERDICTS = Store("uopattn_verdicts", "uopattn.check", "a verdict")
+"""An entry has a "key", the probe and the machine; the "verdict" of `Outcome`, and its "reason"."""
+DIED = "died"  # the verdict of a check that ended its process
+SEND = "please send us what `python -m uopattn.check --json report.json` writes"
+_KNOWN: dict[tuple[tuple[Launch, ...], str, str], str] = {}
+
+
+def against(launches: tuple[Launch, ...], device: str, backward: bool) -> str:
+  """Return why these launches may not be used on a device, as one line; "" if they may."""
+  if not is_checked(launches[0].schedule.name, device):
+    return ""
+  place = launches, device, repr(DEV)
+  if place not in _KNOWN:
+    found = _verdict(launches, device, backward)
+    if found is None:
+      return (
+        f"{launches[0].schedule.name} has not been checked on this machine, and cannot be in a TinyJit's capture or a "
+        "function: call it once outside"
+      )
+    _KNOWN[place] = found
+  return _KNOWN[place]
+
+
+def is_checked(kernel: str, device: str) -> bool:
+  """Return whether a kernel is checked before its first use on a device.
+
+  UOPATTN_CHECK=0 turns that off, and 1 forces it for all kernels, also recorded and emulated ones.
+
+  Raises:
+    ValueError: UOPATTN_CHECK has another value.
+  """
+  wanted = os.environ.get("UOPATTN_CHECK", "")
+  if wanted not in ("", "0", "1"):
+    raise ValueError(f"UOPATTN_CHECK is {wanted!r}; accepted are 0 and 1")
+  if wanted:
+    return wanted == "1"
+  return not is_emulated(device) and not is_recorded(kernel, device)
+
+
+def is_emulated(device: str) -> bool:
+  """Return whether a device is an emulator, which is no card."""
+  kind = device.split(":")[0]
+  return kind == "EMU" or DEV.target(kind).interface.upper().startswith("MOCK")
+
+
+def forget() -> None:
+  """Forget what this process knows; the entries on disk stay."""
+  _KNOWN.clear()
+
+
+def _verdict(launches: tuple[Launch, ...], device: str, backward: bool) -> str | None:
+  """Return why a kind of launches may not be used; None if nothing is known, and nothing can be found out now."""
+  from uopattn.trust.probe import Probe
+
+  probe = Probe.of(launches, backward)
+  key = _key(probe, device)
+  if (entry := _known(key)) is None:
+    with VERDICTS.one_at_a_time():
+      entry = _known(key) or _checked(probe, device, key)  # known by a process that was waited for
+  return None if entry is None else _why_not(entry, probe)
+
+
+def _known(key: Entry) -> Entry | None:
+  """Return the entry that says how a check went; None if there is none, or the device could not be used then."""
+  entry = VERDICTS.read(key)
+  return None if entry is None or entry.get("verdict") in (None, "unavailable") else entry
+
+
+def _key(probe: "Probe", device: str) -> Entry:
+  """Return what a verdict holds for: the probe, the product with its driver, and the versions of what made the code."""
+  return {"probe": asdict(probe), "machine": _machine(device, repr(DEV))}
+
+
+@functools.cache
+def _machine(device: str, dev: str) -> Entry:
+  from uopattn.plan.target import target_of
+  from uopattn.tuning.case import product, versions
+
+  with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
+    return {"product": product(device, target_of(device)), "driver": driver(device), "versions": versions(device)}
+
+
+def _checked(probe: "Probe", device: str, key: Entry) -> Entry | None:
+  """Check a probe and store the verdict; None if it cannot be checked now."""
+  from uopattn.trust.outcome import UNAVAILABLE, Apart, outcome
+
+  log.info("uopattn.check: a first use on this machine is checked: %s", probe)
+  with Apart(device) as apart:
+    found = apart.outcome(probe)
+  if found.verdict == UNAVAILABLE:  # as where one process alone may use a device: then this one
+    if capturing or in_function():
+      return None
+    log.info("uopattn.check: in this process, because another one cannot: %s", found.reason)
+    VERDICTS.write(_entry(key, DIED, "the process that checked it died"))  # what is read if this one does
+    found = outcome(probe, device)
+  entry = _entry(key, found.verdict, found.reason)
+  VERDICTS.write(entry)
+  log.info("uopattn.check: %s after %.1f s: %s", found.verdict, found.seconds, probe)
+  return entry
+
+
+def _entry(key: Entry, verdict: str, reason: str) -> Entry:
+  return {"key": key, "verdict": verdict, "reason": reason}
+
+
+def _why_not(entry: Entry, probe: "Probe") -> str:
+  """Return why a kernel of this verdict may not be used; "" if it may."""
+  if entry["verdict"] == "right":
+    return ""
+  return (
+    f"{probe.kernel} did not pass its check on this machine ({probe} {entry['verdict']}: {entry['reason']}); {SEND}"
+  )
+
+
+guard_by(against)

@@ -1,0 +1,159 @@
+"""What comes of a probe: here, or in a process of its own, which may crash or hang without harm."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import IO, Any
+
+from tinygrad.helpers import DEV
+
+from uopattn.measure.program import reason
+from uopattn.plan.dispatch import NoKernel
+from uopattn.trust.probe import Probe
+
+START_LIMIT = 120  # seconds for a process to start and to open its device
+LIMIT = 60  # seconds for a probe, with compiling
+SPEED_LIMIT = 300  # seconds to compile and to time a kernel, tinygrad's attention and a product
+RIGHT, WRONG, FAILS, HANGS, UNSERVED, UNAVAILABLE = "right", "wrong", "fails", "hangs", "unserved", "unavailable"
+REFUTED = (WRONG, FAILS, HANGS)  # verdicts after which a kernel is not used
+
+
+@dataclass(frozen=True)
+class Outcome:
+  """What came of a probe.
+
+  Attributes:
+    verdict: "right"; "wrong", by the gate; "fails", with an exception or a crash; "hangs"; "unserved", if the schedule
+      does not serve the probe; "unavailable", if the device could not be used, which says nothing of the kernel.
+    reason: why; "" if it is right.
+    errors: the relative RMS error of each result.
+    seconds: what the probe took, with compiling.
+  """
+
+  verdict: str
+  reason: str = ""
+  errors: dict[str, float] | None = None
+  seconds: float = 0.0
+
+
+def outcome(probe: Probe, device: str) -> Outcome:
+  """Run a probe in this process."""
+  start = time.perf_counter()
+
+  def found(verdict: str, why: str = "", errors: dict[str, float] | None = None) -> Outcome:
+    return Outcome(verdict, why, errors, time.perf_counter() - start)
+
+  try:
+    prepared = probe.prepare(device)
+  except NoKernel as error:
+    return found(UNSERVED, reason(error))
+  except Exception as error:  # of memory, of a driver
+    return found(UNAVAILABLE, reason(error))
+  try:
+    reports = prepared.reports()
+  except Exception as error:  # a compiler, or a driver, may raise anything
+    return found(FAILS, reason(error))
+  wrong = [str(x) for x in reports if not x.correct]
+  return found(WRONG if wrong else RIGHT, "; ".join(wrong), {x.name: x.relative for x in reports})
+
+
+class Apart:
+  """A process that runs probes on a device, started when it is needed and again after a crash or a hang."""
+
+  def __init__(self, device: str):
+    self.device = device
+    self._process: subprocess.Popen[str] | None = None
+    self._errors: IO[str] | None = None
+    self._files = contextlib.ExitStack()
+
+  def __enter__(self) -> "Apart":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._end()
+
+  def outcome(self, probe: Probe) -> Outcome:
+    """Run a probe; what keeps the process from starting makes it "unavailable"."""
+    start = time.perf_counter()
+    answer = self._ask({"probe": asdict(probe)}, LIMIT)
+    if isinstance(answer, dict):
+      return Outcome(**answer)
+    return replace(answer, seconds=time.perf_counter() - start)
+
+  def speed(self, kernel: str, backward: bool) -> dict[str, Any] | None:
+    """Return what `uopattn.trust.speed.speed` returns; {"reason": ...} if it fails."""
+    answer = self._ask({"speed": [kernel, backward]}, SPEED_LIMIT)
+    if isinstance(answer, Outcome):
+      return {"reason": f"{answer.verdict}: {answer.reason}"}
+    found: dict[str, Any] | None = answer["speed"]
+    return found
+
+  def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any] | Outcome:
+    """Send a request; return the answer, or what happened in its place."""
+    if self._process is None and (against := self._start()):
+      return Outcome(UNAVAILABLE, against)
+    assert self._process is not None
+    assert self._process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended, which reading shows
+      self._process.stdin.write(json.dumps(request) + "\n")
+      self._process.stdin.flush()
+    if (answer := self._answer(limit)) is None:
+      self._end()
+      return Outcome(HANGS, f"no result within {limit} s")
+    return answer or Outcome(FAILS, self._end())
+
+  def _start(self) -> str:
+    """Start the process; return why that is not possible, or ""."""
+    self._errors = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+    environment = os.environ | {"DEV": repr(DEV), "UOPATTN_CHECK": "0", "UOPATTN_TUNE": "0"}
+    self._process = subprocess.Popen(
+      [sys.executable, "-m", "uopattn.trust.worker", self.device],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=self._errors,
+      text=True,
+      env=environment,
+      start_new_session=True,  # an interrupt in the terminal is for this process alone, which ends the other
+    )
+    ready = self._answer(START_LIMIT)
+    if ready is None:
+      self._end()
+      return f"a process for it did not start within {START_LIMIT} s"
+    if not ready:
+      return self._end()
+    if ready["reason"]:
+      self._end()
+    return str(ready["reason"])
+
+  def _answer(self, limit: float) -> dict[str, Any] | None:
+    """Return the next line of the process; {} if it has ended, None if it takes longer than the limit."""
+    assert self._process is not None
+    assert self._process.stdout is not None
+    if not select.select([self._process.stdout], [], [], limit)[0]:
+      return None
+    line = self._process.stdout.readline()
+    return dict(json.loads(line)) if line.endswith("\n") else {}
+
+  def _end(self) -> str:
+    """End the process; return how it ended, with the last line that it wrote on stderr."""
+    if self._process is None:
+      return ""
+    process, self._process = self._process, None
+    assert self._errors is not None
+    if process.poll() is None:
+      process.kill()
+    for file in (process.stdin, process.stdout):
+      with contextlib.suppress(OSError):  # what was not read by a process that has ended
+        assert file is not None
+        file.close()
+    process.wait()
+    self._errors.seek(0)
+    last = next(filter(None, map(str.strip, reversed(self._errors.read().splitlines()))), "nothing on stderr")
+    self._files.close()
+    return f"its process ended with status {process.returncode}: {last}"
