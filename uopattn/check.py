@@ -44,7 +44,7 @@ def run(kernels: list[str], quick: bool, timed: bool, file: str | None, other: R
   names = list(dict.fromkeys(x.name for x, _ in passes))
   if unknown := set(kernels) - set(names):
     raise Usage(f"--kernel {min(unknown)} is not for {target}; accepted are {', '.join(names)}")
-  report = Report.new(device)
+  report = Report.new(device, quick)
   print(report.title, flush=True)
   try:
     for schedule, backward in passes:

@@ -61,7 +61,8 @@ def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> It
       sizes = (1, *sizes[1:])
     if any(x.startswith("page_table") for x in features):
       sizes = (*sizes[:4], sizes[4] // 16 * 16, *sizes[5:])
-    return Probe(schedule.name, backward, sizes, dtype_name(dtype), dtype_name(stored), tuple(sorted(features)))
+    own = tuple(sorted(_with_axes(x, sizes) for x in features))
+    return Probe(schedule.name, backward, sizes, dtype_name(dtype), dtype_name(stored), own)
 
   shapes: Sequence[tuple[Sizes, ...]] = (PREFILL,) if backward else (PREFILL, DECODE)
   for sizes in shapes:
@@ -81,3 +82,12 @@ def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> It
     yield made(PREFILL[0], ("is_causal", "tf32"))
     for stored in () if quick or backward else DTYPES_16:
       yield made(DECODE[0], (), stored)
+
+
+def _with_axes(feature: str, sizes: Sizes) -> str:
+  """Return the feature; that of a mask without its axes of size 1."""
+  if not feature.startswith("attn_mask"):
+    return feature
+  name, dtype, axes = feature.split()
+  lengths = dict(zip("bhmn", (*sizes[:2], *sizes[3:5]), strict=True))
+  return f"{name} {dtype} {''.join(x if lengths.get(x, 1) > 1 else '-' for x in axes)}"

@@ -15,6 +15,7 @@ from tinygrad.helpers import DEV
 
 from uopattn.measure.program import reason
 from uopattn.plan.dispatch import NoKernel
+from uopattn.proof.gate import Report
 from uopattn.trust.probe import Probe
 
 START_LIMIT = 120  # seconds for a process to start and to open its device
@@ -59,8 +60,17 @@ def outcome(probe: Probe, device: str) -> Outcome:
     reports = prepared.reports()
   except Exception as error:  # a compiler, or a driver, may raise anything
     return found(FAILS, reason(error))
-  wrong = [str(x) for x in reports if not x.correct]
+  wrong = [_shortly(x) for x in reports if not x.correct]
   return found(WRONG if wrong else RIGHT, "; ".join(wrong), {x.name: x.relative for x in reports})
+
+
+def _shortly(x: Report) -> str:
+  """Return what is wrong with a result, in few words."""
+  if x.wrong:
+    return f"{x.name} has {x.wrong} elements that are NaN or infinite"
+  if x.relative <= x.relative_bound and x.faults:
+    return f"{x.name}: {x.faults[0]}"
+  return f"{x.name} is off by {x.relative:.2g} of its size (bound {x.relative_bound:.2g})"
 
 
 class Apart:

@@ -16,6 +16,7 @@ from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Residuals, by_kernels, with_heads_first
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
+from uopattn.plan.tiles.cpu import largest_divisor
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import oracle
 from uopattn.spec.arguments import Arguments
@@ -54,23 +55,28 @@ class Probe:
 
   @classmethod
   def of(cls, launches: Sequence[Launch], backward: bool) -> "Probe":
-    """Return the probe of the kind of these launches: with their tiles, several blocks, and tails in each axis."""
+    """Return the probe of the kind of these launches: some of their tiles, and a tail if they have one.
+
+    Launches with the same tiles for attentions that differ in lengths alone have the same probe, or few.
+    """
     first = launches[0]
     s, blocks = first.spec, [_block(x) for x in launches]
     block_m, block_n = (max(x) for x in zip(*blocks, strict=True))
-    M = s.M if s.M <= FEW else min(s.M, max(FEW + 1, block_m + block_m // 2 + 1))
-    N = min(s.N, 2 * block_n + block_n // 2 + 1)
+    M = s.M if s.M <= FEW else max(FEW + 1, _length(s.M, block_m, 1))
+    N = _length(s.N, block_n, 2)
     if s.pages is not None:
       N = ceildiv(N, s.pages[1]) * s.pages[1]
-    Hkv = min(s.Hkv, MOST_HEADS)
+    B, Hkv = 1 if "bounds" in s.features else min(s.B, MOST_BATCHES), min(s.Hkv, MOST_HEADS)
+    Hq = Hkv * s.group
+    tiles = [_fitted(asdict(x.tiles), B * Hq // x.pack_gqa * ceildiv(M * x.pack_gqa, block_m)) for x in launches]
     return cls(
       first.schedule.name,
       backward,
-      (1 if "bounds" in s.features else min(s.B, MOST_BATCHES), Hkv * s.group, Hkv, M, N, s.Dk, s.Dv),
+      (B, Hq, Hkv, M, N, s.Dk, s.Dv),
       dtype_name(s.dtype),
       dtype_name(s.stored),
       features_of(s),
-      tuple(asdict(x.tiles) for x in launches),
+      tuple(tiles),
       first.pack_gqa,
       min(first.splits, SPLITS),
     )
@@ -117,6 +123,19 @@ class Probe:
     return tuple(replace(x, tiles=schedule.tiles(**given)) for x, given in zip(made, tiles, strict=True))
 
 
+def _length(n: int, block: int, whole: int) -> int:
+  """Return at most n: so many whole blocks and a further one, whole or not as the last of n is, even or odd as n is."""
+  tail = block if n % block == 0 else max(1, block // 4 * 2 + n % 2)
+  return min(n, whole * block + tail)
+
+
+def _fitted(tiles: dict[str, Any], blocks: int) -> dict[str, Any]:
+  """Return the fields of tiles; those of a CPU take some blocks in a call, which must divide the number of blocks."""
+  if "blocks_per_call" not in tiles:
+    return tiles
+  return tiles | {"blocks_per_call": largest_divisor(blocks, min(2, tiles["blocks_per_call"]))}
+
+
 def _block(launch: Launch) -> tuple[int, int]:
   """Return how many queries and keys the tiles of a launch have."""
   rows, walked = launch.kernel.block(launch.tiles)
@@ -141,7 +160,8 @@ def features_of(s: AttentionSpec) -> tuple[str, ...]:
     found.append("q_start int")
   if s.pages is not None:
     found.append(f"page_table {s.pages[1]}")
-  if moved := "".join(name for name, _ in s.layouts if name in "qkv"):
+  views = "qk" if s.values_in_keys else "qkv"
+  if moved := "".join(name for name, _ in s.layouts if name in views):
     found.append(f"heads_last {moved}")
   found += [name for name in ("values_in_keys", "tf32") if getattr(s, name)]
   return tuple(sorted(dict.fromkeys(found)))

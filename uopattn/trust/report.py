@@ -90,15 +90,17 @@ class Report:
   Attributes:
     machine: the device, its driver, and all versions.
     kernels: in the order in which they are checked.
-    finished: whether all were checked.
+    quick: whether only some probes of each were to run.
+    finished: whether all kernels were checked.
   """
 
   machine: dict[str, Any]
   kernels: list[Kernel] = field(default_factory=list)
+  quick: bool = False
   finished: bool = False
 
   @classmethod
-  def new(cls, device: str) -> "Report":
+  def new(cls, device: str, quick: bool = False) -> "Report":
     """Return an empty report on a device."""
     kind, target = device.split(":")[0], target_of(device)
     of_host = machine_record()
@@ -116,7 +118,8 @@ class Report:
         "renderer": type(Device[device].renderer).__name__,
         **{name: of_host[name] for name in ("cpu", "cores", "versions")},
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-      }
+      },
+      quick=quick,
     )
 
   @classmethod
@@ -130,7 +133,7 @@ class Report:
     try:
       content = json.loads(Path(file).read_text())
       assert content.pop("format") == FORMAT
-      return cls(content["machine"], [Kernel(**x) for x in content["kernels"]], content["finished"])
+      return cls(content["machine"], [Kernel(**x) for x in content["kernels"]], content["quick"], content["finished"])
     except (UnicodeDecodeError, json.JSONDecodeError, AssertionError, AttributeError, KeyError, TypeError) as error:
       raise ValueError(f"{file} is not a report that `python -m uopattn.check --json` wrote") from error
 

@@ -1,0 +1,382 @@
+"""Self-checks: a kernel that is wrong, fails or never ends on a machine is not used there; others cost one check."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance import CPU, ONCE, SUBJECTS
+from helpers import check_attention, inputs, on, qkv
+from tinygrad import Tensor, TinyJit, dtypes, function, helpers
+from tinygrad.dtype import DType
+
+from uopattn import attention, flash
+from uopattn.plan.dispatch import backward_on, every_schedule, launch_on, launches_of, schedules_on
+from uopattn.plan.target import target_of
+from uopattn.runtime.log import log_once
+from uopattn.spec.arguments import Arguments
+from uopattn.spec.spec import make_spec
+from uopattn.trust import cards, guard, outcome
+from uopattn.trust.cover import probes_of
+from uopattn.trust.guard import VERDICTS
+from uopattn.trust.outcome import FAILS, HANGS, RIGHT, UNAVAILABLE, WRONG, Apart, Outcome
+from uopattn.trust.probe import Probe, features_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (1, 2, 2, 20, 40, 16, 16)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+  """All kernels are checked, and nothing is known at first."""
+  monkeypatch.setattr(VERDICTS, "name", f"uopattn_verdicts_test_{os.getpid()}")
+  monkeypatch.setenv("UOPATTN_CHECK", "1")
+  guard.forget()
+  log_once.cache_clear()
+  yield
+  guard.forget()
+  helpers.db_connection().execute(f"DROP TABLE IF EXISTS '{VERDICTS.table}'")
+  helpers._db_tables.discard(VERDICTS.name)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
+  """Probes run in this process, as where a device takes one process alone; the list has them."""
+  found: list[Probe] = []
+
+  def unavailable(self: Apart, probe: Probe) -> Outcome:
+    found.append(probe)
+    return Outcome(UNAVAILABLE, "one process alone may use the device")
+
+  monkeypatch.setattr(Apart, "outcome", unavailable)
+  return found
+
+
+@pytest.fixture
+def verdict(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
+  """What comes of all probes, without running them: the first of the list, which a test changes."""
+  found = [Outcome(RIGHT)]
+  monkeypatch.setattr(Apart, "outcome", lambda self, probe: found[0])
+  return found
+
+
+def spec_of(**options: Any) -> Any:
+  return make_spec(*qkv(*SMALL), Arguments(enable_gqa=True, return_lse=True, **options))
+
+
+# what a probe is
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+def test_probes_have_the_features_of_what_they_stand_for(backward: bool) -> None:
+  """What a probe makes of its features is an attention that has them, and whose own probe is of the same kind."""
+  count = 0
+  for schedule in schedules_on(target_of(CPU), backward):
+    for probe in probes_of(replace(schedule, dtypes=schedule.dtypes[1:2]), backward):
+      if (prepared := served(probe)) is not None:
+        assert features_of(prepared.spec) == tuple(sorted(probe.features))
+        again = Probe.of(prepared.launches, backward)
+        assert replace(again, sizes=probe.sizes, tiles=(), pack_gqa=1, splits=1) == probe
+        assert Probe.read(asdict(again)) == again
+        count += 1
+  assert count > 20
+
+
+def served(probe: Probe) -> Any:
+  try:
+    return probe.prepare(CPU)
+  except ValueError:
+    return None
+
+
+def test_every_feature_is_covered() -> None:
+  """Of each kernel for which it has code, in the check program."""
+  for schedule in every_schedule():
+    covered = {x.partition(" ")[0] for probe in probes_of(schedule, False) for x in probe.features}
+    wanted = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "score_mod", "mask_mod", "dropout_p"}
+    assert wanted | {"bounds", "page_table", "block_mask", "values_in_keys", "heads_last"} <= covered
+
+
+COMBINED = [
+  ("is_causal",),
+  ("attn_mask half bhmn", "sinks", "softcap"),
+  ("bounds",),
+  ("kv_lengths Tensor", "page_table 16"),
+  ("dropout_p", "is_causal"),
+  ("block_mask",),
+]
+
+
+@pytest.mark.parametrize("features", COMBINED, ids=" ".join)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+def test_probes_of_right_kernels_are_right(features: tuple[str, ...], backward: bool) -> None:
+  if backward and "page_table 16" in features:
+    pytest.skip("no gradients in pages")
+  kernel = "cpu_backward" if backward else "cpu_forward"
+  sizes = (1 if "bounds" in features else 2, 4, 2, 40, 64, 24, 16)
+  found = outcome.outcome(Probe(kernel, backward, sizes, "float", "float", features), CPU)
+  assert (found.verdict, found.reason) == (RIGHT, "")
+
+
+@pytest.mark.parametrize(("name", "arch", "dtype"), ONCE)
+def test_a_mistake_is_found_and_the_kernel_not_used(
+  name: str, arch: str, dtype: DType, here: list[Probe], caplog: pytest.LogCaptureFixture
+) -> None:
+  """A mistake that shows without options, with the kernel's tiles; the fallback is right. Mended, it is used."""
+  subject = SUBJECTS[name]
+  mistake = next(x for x in subject.mistakes.values() if not x.options)
+  with subject.on(arch):
+    q, k, v = subject.inputs(arch, subject.mistaken, dtype)
+    with mistake.made():
+      check_attention(q, k, v, backend="auto")
+      assert f"{subject.name} did not pass its check on this machine" in caplog.text
+      with pytest.raises(ValueError, match=r"backend='kernel': .* did not pass its check .* please send"):
+        attention(q, k, v, enable_gqa=True, backend="kernel")
+    VERDICTS.clear()
+    guard.forget()
+    subject.check(q, k, v)
+  assert len(here) == 2
+
+
+def test_gradients_are_checked_too(here: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+  from uopattn.kernels import cpu_backward
+
+  right = cpu_backward.SCHEDULE.kernels[0].build
+  q, k, v = (x.is_param_() for x in qkv(*SMALL))
+  attention(q, k, v, enable_gqa=True).square().sum().backward()
+  assert [x.backward for x in here] == [False, True]
+  assert right is cpu_backward.SCHEDULE.kernels[0].build
+  assert [x["verdict"] for x in VERDICTS.every()] == [RIGHT, RIGHT]
+
+
+def test_flash_is_checked(verdict: list[Outcome]) -> None:
+  verdict[0] = Outcome(WRONG, "far off")
+  q, k, v = (x[0] for x in qkv(*SMALL))
+  with pytest.raises(ValueError, match=r"cpu_forward did not pass its check .* wrong: far off"):
+    Tensor.custom_kernel(Tensor.empty(*q.shape), q, k, v, fxn=flash)
+
+
+# what is known
+
+
+def test_a_verdict_is_found_once_for_each_kind(here: list[Probe]) -> None:
+  for _ in range(2):
+    guard.forget()
+    launch_on(spec_of(), CPU)
+  assert len(here) == 1
+  launch_on(replace(spec_of(), M=200, N=500), CPU)
+  known = len(here)
+  for M, N in ((264, 628), (328, 756)):  # with the same tiles, and tails in both axes
+    launch_on(replace(spec_of(), M=M, N=N), CPU)
+  assert len(here) == known
+  launch_on(spec_of(is_causal=True), CPU)
+  launch_on(replace(spec_of(), dtype=dtypes.half), CPU)
+  assert len(here) == len(VERDICTS.every()) == known + 2
+
+
+def test_another_driver_is_checked_anew(here: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+  launch_on(spec_of(), CPU)
+  monkeypatch.setattr(guard, "driver", lambda device: "another")
+  guard._machine.cache_clear()
+  guard.forget()
+  launch_on(spec_of(), CPU)
+  guard._machine.cache_clear()
+  assert len(here) == 2
+
+
+@pytest.mark.parametrize("damage", [b"nonsense", b"\x80\x04\x8c\x04abcd\x94."])
+def test_a_damaged_verdict_is_found_anew(damage: bytes, here: list[Probe], caplog: pytest.LogCaptureFixture) -> None:
+  launch_on(spec_of(), CPU)
+  with helpers.db_connection() as connection:
+    connection.execute(f"UPDATE '{VERDICTS.table}' SET val = ?", (damage,))
+  guard.forget()
+  launch_on(spec_of(), CPU)
+  assert len(here) == 2
+  assert "uopattn.check: a damaged entry is made anew" in caplog.text
+
+
+def test_a_check_that_ended_its_process_is_a_verdict(here: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+  """Where it must run in the process that uses the device."""
+
+  def dies(probe: Probe, device: str) -> Outcome:
+    raise SystemExit
+
+  with monkeypatch.context() as patch:
+    patch.setattr(outcome, "outcome", dies)
+    with pytest.raises(SystemExit):
+      launch_on(spec_of(), CPU)
+  with pytest.raises(ValueError, match="died: the process that checked it died"):
+    launch_on(spec_of(), CPU)
+
+
+def test_what_could_not_be_found_out_is_tried_again(here: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+  with monkeypatch.context() as patch:
+    patch.setattr(outcome, "outcome", lambda probe, device: Outcome(UNAVAILABLE, "out of memory"))
+    with pytest.raises(ValueError, match="unavailable: out of memory"):
+      launch_on(spec_of(), CPU)
+  guard.forget()
+  launch_on(spec_of(), CPU)
+  assert len(here) == 2
+
+
+# where nothing is checked
+
+
+def test_in_a_capture_and_in_a_function_another_process_checks(verdict: list[Outcome]) -> None:
+  q, k, v = qkv(*SMALL)
+  called = TinyJit(lambda q: attention(q, k, v, enable_gqa=True, backend="kernel").realize())
+  called(q)
+  guard.forget()
+  VERDICTS.clear()
+  called(q)
+  assert len(VERDICTS.every()) == 1
+  guard.forget()
+  VERDICTS.clear()
+  function(lambda q, k, v: attention(q, k, v, enable_gqa=True, backend="kernel"))(q, k, v).realize()
+  assert len(VERDICTS.every()) == 1
+
+
+def test_in_a_function_this_process_checks_nothing(here: list[Probe], caplog: pytest.LogCaptureFixture) -> None:
+  q, k, v = qkv(*SMALL)
+  function(lambda q, k, v: attention(q, k, v, enable_gqa=True))(q, k, v).realize()
+  assert "cpu_forward has not been checked on this machine" in caplog.text
+  attention(q, k, v, enable_gqa=True, backend="kernel").realize()
+  function(lambda q, k, v: attention(q, k, v, enable_gqa=True, backend="kernel"))(q, k, v).realize()
+
+
+def test_the_switch(verdict: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+  verdict[0] = Outcome(WRONG, "far off")
+  monkeypatch.setenv("UOPATTN_CHECK", "0")
+  launch_on(spec_of(), CPU)
+  monkeypatch.setenv("UOPATTN_CHECK", "1")
+  for _ in range(2):
+    with pytest.raises(ValueError, match="far off"):
+      launch_on(spec_of(), CPU)
+  with pytest.raises(ValueError, match="far off"):
+    backward_on(spec_of(), CPU)
+  monkeypatch.setenv("UOPATTN_CHECK", "yes")
+  with pytest.raises(ValueError, match="UOPATTN_CHECK is 'yes'; accepted are 0 and 1"):
+    launch_on(spec_of(), CPU)
+
+
+def test_what_is_on_record_is_not_checked(verdict: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+  verdict[0] = Outcome(WRONG, "far off")
+  monkeypatch.delenv("UOPATTN_CHECK")
+  entry: Any = {"device": CPU, "arch": cards.family(CPU), "kernels": ["cpu_forward"]}
+  for record, is_used in (((), False), ((entry,), True), ((entry | {"arch": "sparc"},), False)):
+    monkeypatch.setattr(cards, "cards", lambda record=record: record)
+    cards._is_recorded.cache_clear()
+    guard.forget()
+    if is_used:
+      launch_on(spec_of(), CPU)
+    else:
+      with pytest.raises(ValueError, match="far off"):
+        launch_on(spec_of(), CPU)
+  cards._is_recorded.cache_clear()
+  with on("sm_80"):  # an emulator is no card
+    launch_on(make_spec(*inputs(*SMALL), Arguments(return_lse=True)), "EMU")
+
+
+# a process of its own, and several
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A copy of the package, whose kernels tests spoil."""
+  root = tmp_path_factory.mktemp("tree")
+  for name in ("uopattn", "kernels"):
+    shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+  return root
+
+
+@pytest.fixture
+def edited(tree: Path) -> Iterator[Any]:
+  """Replaces text in files of the copy, for one test."""
+  old: dict[Path, str] = {}
+
+  def edit(name: str, right: str, wrong: str) -> None:
+    file = tree / name
+    text = old.setdefault(file, file.read_text())
+    assert text.count(right) == 1
+    file.write_text(text.replace(right, wrong))
+
+  yield edit
+  for file, text in old.items():
+    file.write_text(text)
+
+
+CALL = """
+import logging
+logging.basicConfig(format="%(message)s", level=logging.INFO)
+import numpy as np
+from tinygrad import Tensor
+from uopattn import attention
+from uopattn.proof.gate import verify
+random = np.random.default_rng(0)
+q, k, v = (Tensor(random.standard_normal((1, 1, n, 16)).astype(np.float16)) for n in (20, 90, 90))
+out = attention(q, k, v).realize()
+print([x.correct for x in verify(q, k, v, out)])
+"""
+
+
+def started(tree: Path, cache: Path, device: str) -> subprocess.Popen[str]:
+  environment = os.environ | {"PYTHONPATH": str(tree), "DEV": device, "UOPATTN_CHECK": "1", "CACHEDB": str(cache)}
+  pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tree}
+  return subprocess.Popen([sys.executable, "-c", CALL], env=environment, **pipes)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+  text, _ = process.communicate(timeout=300)
+  assert process.returncode == 0, text
+  assert "[True]" in text
+  return text
+
+
+def test_a_mistake_across_processes_and_two_at_once(tree: Path, edited: Any, tmp_path: Path) -> None:
+  """On an emulated card: who comes second waits for the verdict, and who comes later knows it."""
+  edited("kernels/amd_forward.py", "alpha = exp2((m_old - m_new)", "alpha = exp2((m_old - m_old)")
+  cache = tmp_path / "cache.db"
+  both = [said(x) for x in [started(tree, cache, "EMU::gfx1100") for _ in range(2)]]
+  later = said(started(tree, cache, "EMU::gfx1100"))
+  for text in (*both, later):
+    assert "falls back to plain tinygrad ops: amd_forward did not pass its check on this machine" in text
+  assert sorted("a first use on this machine is checked" in x for x in (*both, later)) == [False, False, True]
+  assert "a first use" not in later
+
+
+SPOILED = "  p, l_new, alpha = exponentiate("
+
+
+@pytest.mark.parametrize(
+  ("statement", "says"),
+  [
+    ("while True: pass", f"{HANGS}: no result within 5 s"),
+    ("__import__('ctypes').string_at(0)", f"{FAILS}: its process ended with status -11"),
+    ("raise RuntimeError('no such instruction')", f"{FAILS}: RuntimeError: no such instruction"),
+  ],
+  ids=["never ends", "crashes", "does not compile"],
+)
+def test_a_kernel_that(statement: str, says: str, tree: Path, edited: Any, tmp_path: Path) -> None:
+  edited("kernels/cpu_forward.py", SPOILED, f"  {statement}\n{SPOILED}")
+  edited("uopattn/trust/outcome.py", "\nLIMIT = 60 ", "\nLIMIT = 5 ")
+  text = said(started(tree, tmp_path / "cache.db", "CPU"))
+  assert "attention falls back to plain tinygrad ops: cpu_forward did not pass its check" in text
+  assert says in text
+
+
+def test_a_right_kernel_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+  with Apart(CPU) as apart:
+    assert apart.outcome(Probe.of((launch_of(),), False)).verdict == RIGHT
+    assert apart.outcome(Probe("no_such_kernel", False, SMALL, "half", "half")).verdict == "unserved"
+  with Apart("NV:7") as apart:
+    assert apart.outcome(Probe.of((launch_of(),), False)).verdict == UNAVAILABLE
+
+
+def launch_of() -> Any:
+  (schedule,) = (x for x in schedules_on(target_of(CPU)) if x.name == "cpu_forward")
+  return launches_of(schedule, spec_of(), target_of(CPU))[-1]
