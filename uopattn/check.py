@@ -13,11 +13,13 @@ from tinygrad.helpers import tqdm
 from uopattn.dsl.schedule import Schedule
 from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
 from uopattn.plan.dispatch import NoKernel, schedules_on
+from uopattn.runtime.machine import usable_cores
 from uopattn.trust.cover import probes_of
 from uopattn.trust.guard import is_emulated
-from uopattn.trust.outcome import Apart
+from uopattn.trust.outcome import Apart, outcomes
 from uopattn.trust.report import Kernel, Report, compared
 
+MOST_JOBS = 8  # processes at once: each needs some memory of the device
 EPILOG = """\
 Each kernel runs small attentions with every feature, dtype and kind of size that it serves, in a process of its own,
 and their results are compared with a float64 reference. It takes some minutes. The speeds are GFLOP/s on contiguous
@@ -27,11 +29,12 @@ The report has the names and versions of the card, its driver, the compiler and 
 attention; neither the names of the user or the host nor paths are in it. Please send it to the project."""
 
 
-def run(kernels: list[str], quick: bool, timed: bool, file: str | None, other: Report | None) -> int:
+def run(kernels: list[str], jobs: int, quick: bool, timed: bool, file: str | None, other: Report | None) -> int:
   """Check all kernels, print the report and write it; return the exit status.
 
   Args:
     kernels: names of those to check; [] for all.
+    jobs: processes at once.
     timed: whether to measure speeds.
     file: where to write the report to.
     other: a report to show beside it.
@@ -50,7 +53,7 @@ def run(kernels: list[str], quick: bool, timed: bool, file: str | None, other: R
     for schedule, backward in passes:
       if not kernels or schedule.name in kernels:
         report.kernels.append(Kernel(schedule.name, backward))
-        _check(report.kernels[-1], schedule, device, quick, timed and not is_emulated(device))
+        _check(report.kernels[-1], schedule, device, jobs, quick, timed and not is_emulated(device))
         if file:
           report.write(file)
     report.finished = True
@@ -74,13 +77,13 @@ def _schedules(backward: bool) -> tuple[Schedule, ...]:
     raise Usage(str(error)) from error
 
 
-def _check(kernel: Kernel, schedule: Schedule, device: str, quick: bool, timed: bool) -> None:
+def _check(kernel: Kernel, schedule: Schedule, device: str, jobs: int, quick: bool, timed: bool) -> None:
   """Check a kernel, and time it."""
-  label = f"{kernel.name}{' gradients' * kernel.backward}"
-  with Apart(device) as apart:
-    for probe in tqdm(probes_of(schedule, kernel.backward, quick), desc=label, disable=None):
-      kernel.add(probe, apart.outcome(probe))
-    if timed and kernel.is_right:
+  probes, label = probes_of(schedule, kernel.backward, quick), f"{kernel.name}{' gradients' * kernel.backward}"
+  for probe, found in tqdm(outcomes(probes, device, jobs), desc=label, total=len(probes), disable=None):
+    kernel.add(probe, found)
+  if timed and kernel.is_right:
+    with Apart(device) as apart:
       kernel.speed = apart.speed(kernel.name, kernel.backward) or {}
 
 
@@ -96,6 +99,9 @@ def main() -> int:
   parser.add_argument("--quick", action="store_true", help="one attention for each dtype and kind of shape")
   parser.add_argument(
     "--kernel", metavar="NAME", action="append", default=[], help="check this kernel; may be repeated"
+  )
+  parser.add_argument(
+    "--jobs", metavar="N", type=_count, default=_jobs(), help="processes at once (default %(default)s)"
   )
   parser.add_argument("--no-speed", action="store_true", help="measure no speeds")
   parser.add_argument(
@@ -113,9 +119,20 @@ def main() -> int:
     if given.json:
       check_writable(f"--json {given.json}", given.json)
     take_device("uopattn.check")
-    return run(given.kernel, given.quick, not given.no_speed, given.json, others[0] if others else None)
+    return run(given.kernel, given.jobs, given.quick, not given.no_speed, given.json, others[0] if others else None)
 
   return exit_status("uopattn.check", job)
+
+
+def _jobs() -> int:
+  """Return the number of processes at once: most of the time is that of compiling, on a core each."""
+  return max(1, min(usable_cores() // 2, MOST_JOBS))
+
+
+def _count(text: str) -> int:
+  if not (text.isdigit() and int(text)):
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+  return int(text)
 
 
 def _read(file: str | Path) -> Report:

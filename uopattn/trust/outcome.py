@@ -7,8 +7,12 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from queue import SimpleQueue
 from typing import IO, Any
 
 from tinygrad.helpers import DEV
@@ -167,3 +171,35 @@ class Apart:
     last = next(filter(None, map(str.strip, reversed(self._errors.read().splitlines()))), "nothing on stderr")
     self._files.close()
     return f"its process ended with status {process.returncode}: {last}"
+
+
+def outcomes(probes: list[Probe], device: str, jobs: int) -> Iterator[tuple[Probe, Outcome]]:
+  """Run probes in so many processes at once; yield what comes of each, in order.
+
+  Where one process alone may use the device, the first runs them all.
+  """
+  with contextlib.ExitStack() as stack:
+    every = [stack.enter_context(Apart(device)) for _ in range(jobs)]
+    pool = stack.enter_context(ThreadPoolExecutor(jobs))
+    idle: SimpleQueue[Apart] = SimpleQueue()
+    lone = threading.Lock()
+    for apart in every[1:]:
+      idle.put(apart)
+
+    def run(probe: Probe) -> Outcome:
+      if not lone.acquire(blocking=False):
+        apart = idle.get()
+        found = apart.outcome(probe)
+        idle.put(apart)
+        if found.verdict != UNAVAILABLE:
+          return found
+        lone.acquire()
+      try:
+        return every[0].outcome(probe)
+      finally:
+        lone.release()
+
+    try:
+      yield from zip(probes, pool.map(run, probes), strict=True)
+    finally:
+      pool.shutdown(wait=False, cancel_futures=True)
