@@ -1,4 +1,4 @@
-"""Adds the cards of reports to the record of cards, and writes the README's table of them; see `scripts/trust`."""
+"""Adds the cards of reports to the record of cards, and writes the README's row of them; see `scripts/trust`."""
 
 import argparse
 import json
@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.measure.program import Usage, exit_status
-from uopattn.plan.dispatch import MODULES
 from uopattn.trust.cards import RECORD, Card, cards
 from uopattn.trust.report import Report
 
 README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- cards: begin, written by scripts/trust -->\n", "<!-- cards: end -->\n"
+ROW = "| right on these cards |"  # how the README's row begins
+COLUMNS = (("CPU",), ("AMD",), ("METAL", *WITHOUT_MATRIX_UNITS), ("CUDA", "NV"))  # devices of its columns
 
 
 def card_of(report: Report) -> Card:
@@ -46,25 +47,26 @@ def with_cards(old: Iterable[Card], new: Iterable[Card]) -> list[Card]:
   return [found[place] for place in sorted(found)]
 
 
-def table(record: Iterable[Card]) -> str:
-  """Return the README's table: on which cards the kernels of each device have run."""
-  by_arch: dict[tuple[str, str], list[Card]] = {}
-  for x in record:
-    by_arch.setdefault((x["device"], x["arch"]), []).append(x)
-  lines = ["| device | cards | kernels that have run there |", "|---|---|---|"]
-  for (device, arch), entries in by_arch.items():
-    names = ", ".join(dict.fromkeys(x["name"] for x in entries))
-    kernels = ", ".join(sorted({f"`{name}`" for x in entries for name in x["kernels"]}))
-    lines.append(f"| {device} {arch} | {names} | {kernels} |")
-  known = {x["device"] for x in record}
-  lines += [f"| {device} | none yet | |" for device in MODULES if device not in known]
-  return "\n".join(lines) + "\n"
+def row(record: Iterable[Card]) -> str:
+  """Return the README's row: the cards on which the kernels of each device were right."""
+  cells = []
+  for devices in COLUMNS:
+    names = (x["name"] for x in record if x["device"] in devices)
+    cells.append(", ".join(sorted(set(names))) or "none yet")
+  return f"{ROW} {' | '.join(cells)} | |"
 
 
-def with_table(readme: str, record: Iterable[Card]) -> str:
-  """Return the README with the table of a record."""
-  before, rest = readme.split(BEGIN)
-  return before + BEGIN + "\n" + table(list(record)) + "\n" + END + rest.split(END)[1]
+def with_row(readme: str, record: Iterable[Card]) -> str:
+  """Return the README with the row of a record.
+
+  Raises:
+    Usage: the README has no such row.
+  """
+  lines = readme.split("\n")
+  if (places := [i for i, x in enumerate(lines) if x.startswith(ROW)]) == []:
+    raise Usage(f"README.md has no row that begins with {ROW!r}")
+  lines[places[0]] = row(record)
+  return "\n".join(lines)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -76,7 +78,7 @@ def main(words: list[str] | None = None) -> int:
   def job() -> int:
     record = with_cards(cards(), [card_of(Report.read(x)) for x in given.reports])
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    README.write_text(with_table(README.read_text(), record))
+    README.write_text(with_row(README.read_text(), record))
     print(f"{len(record)} cards")
     return 0
 

@@ -9,6 +9,7 @@ PROGRAMS = """\
   python -m uopattn.bench --quick     times it next to other libraries
   python -m uopattn.tune N=1024 D=64  measures which tiles are the fastest, and remembers them
   python -m uopattn.info              says what there is for this machine
+  python -m uopattn.check             checks all kernels for this machine, and writes a report to send
 
 Each has --help."""
 

@@ -363,7 +363,7 @@ SPOILED = "  p, l_new, alpha = exponentiate("
 )
 def test_a_kernel_that(statement: str, says: str, tree: Path, edited: Any, tmp_path: Path) -> None:
   edited("kernels/cpu_forward.py", SPOILED, f"  {statement}\n{SPOILED}")
-  edited("uopattn/trust/outcome.py", "\nLIMIT = 60 ", "\nLIMIT = 5 ")
+  edited("uopattn/trust/outcome.py", "\nCOMPILE_LIMIT = 600 ", "\nCOMPILE_LIMIT = 5 ")
   text = said(started(tree, tmp_path / "cache.db", "CPU"))
   assert "attention falls back to plain tinygrad ops: cpu_forward did not pass its check" in text
   assert says in text

@@ -182,6 +182,11 @@ class Prepared:
   spec: AttentionSpec
   launches: tuple[Launch, ...]
 
+  def compile(self) -> None:
+    """Compile the kernels, but those that tinygrad compiles when it runs them."""
+    for launch in self.launches if self.probe.backward else stages(self.launches[-1]):
+      launch.build(self.device)
+
   def reports(self) -> list[Report]:
     """Run the kernels; return the gate's reports on the output and the LSE, or on dQ, dK and dV."""
     return self._backward() if self.probe.backward else self._forward()

@@ -1,19 +1,20 @@
 """The process in which kernels are checked and timed: a request per line, as JSON, and an answer to each.
 
-A request is {"probe": ...}, answered by its `Outcome`, or {"speed": [kernel, backward]}. The first line that it writes
-says why the device cannot be used, or "". It ends when its input does.
+A request is {"probe": ...}, answered by COMPILED when it begins to run and then by its `Outcome`, or {"speed": [kernel,
+backward]}. The first line that it writes says why the device cannot be used, or "". It ends when its input does.
 """
 
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from tinygrad import Device
 
 from uopattn.measure.program import reason
-from uopattn.trust.outcome import outcome
+from uopattn.trust.outcome import COMPILED, outcome
 from uopattn.trust.probe import Probe
 from uopattn.trust.speed import speed
 
@@ -27,7 +28,7 @@ def main() -> None:
   except Exception as error:  # a driver may raise anything
     against = reason(error)
 
-  def answer(x: dict[str, object]) -> None:
+  def answer(x: Mapping[str, object]) -> None:
     answers.write(json.dumps(x) + "\n")
     answers.flush()
 
@@ -35,7 +36,7 @@ def main() -> None:
   for line in sys.stdin:
     request = json.loads(line)
     if "probe" in request:
-      answer(asdict(outcome(Probe.read(request["probe"]), device)))
+      answer(asdict(outcome(Probe.read(request["probe"]), device, lambda: answer(COMPILED))))
     else:
       answer({"speed": _speed(device, *request["speed"])})
 
