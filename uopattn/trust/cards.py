@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
-from uopattn.runtime.gpu import opened
+from uopattn.runtime.gpu import gpu_name, opened
 
 RECORD = Path(__file__).with_name("cards.json")
 
@@ -39,7 +39,12 @@ def cards() -> tuple[Card, ...]:
 
 
 def family(device: str) -> str:
-  """Return the architecture of a device as the record has it: of a CPU without what its compiler is told besides."""
+  """Return the architecture of a device as the record has it.
+
+  That of a CPU is without what its compiler is told besides. OpenCL has none, and so the card's own name.
+  """
+  if device.split(":")[0] == "CL":
+    return gpu_name(device)
   return str(opened(device).renderer.target.arch).split(",")[0]
 
 

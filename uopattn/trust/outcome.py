@@ -24,7 +24,7 @@ from uopattn.trust.probe import Probe
 
 START_LIMIT = 120  # seconds for a process to start and to open its device
 COMPILE_LIMIT = 600  # seconds to compile a probe: kernels of wide heads take minutes where many compile at once
-LIMIT = 60  # seconds to run it
+LIMIT = 60  # seconds to run it; where tinygrad compiles a kernel when it runs, COMPILE_LIMIT
 SPEED_LIMIT = 300  # seconds to compile and to time a kernel, tinygrad's attention and a product
 RIGHT, WRONG, FAILS, HANGS, UNSERVED, UNAVAILABLE = "right", "wrong", "fails", "hangs", "unserved", "unavailable"
 COMPILED = {"compiled": True}  # the answer of a worker that has compiled a probe, and now runs it
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def outcome(probe: Probe, device: str, compiled: Callable[[], None] = lambda: None) -> Outcome:
-  """Run a probe in this process; `compiled` is called between compiling and running."""
+  """Run a probe in this process; `compiled` is called between compiling and running, where they are apart."""
   start = time.perf_counter()
 
   def found(verdict: str, why: str = "", errors: dict[str, float] | None = None) -> Outcome:
@@ -63,8 +63,8 @@ def outcome(probe: Probe, device: str, compiled: Callable[[], None] = lambda: No
   except Exception as error:  # of memory, of a driver
     return found(UNAVAILABLE, reason(error))
   try:
-    prepared.compile()
-    compiled()
+    if prepared.compile():
+      compiled()
     reports = prepared.reports()
   except Exception as error:  # a compiler, or a driver, may raise anything
     return found(FAILS, reason(error))

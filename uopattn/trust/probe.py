@@ -19,6 +19,7 @@ from uopattn.plan.target import target_of
 from uopattn.plan.tiles.cpu import largest_divisor
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import oracle
+from uopattn.runtime.prepare import compiler
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
@@ -182,10 +183,11 @@ class Prepared:
   spec: AttentionSpec
   launches: tuple[Launch, ...]
 
-  def compile(self) -> None:
-    """Compile the kernels, but those that tinygrad compiles when it runs them."""
+  def compile(self) -> bool:
+    """Compile the kernels; return whether that was possible, or tinygrad does so when it runs them."""
     for launch in self.launches if self.probe.backward else stages(self.launches[-1]):
       launch.build(self.device)
+    return compiler(self.device) is not None
 
   def reports(self) -> list[Report]:
     """Run the kernels; return the gate's reports on the output and the LSE, or on dQ, dK and dV."""

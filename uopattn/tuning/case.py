@@ -162,4 +162,4 @@ def compiler(device: str) -> str:
     return f"NVRTC {major.value}.{minor.value}"
   if "NVCC" in name:
     return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[-2]
-  return f"{name} {getattr(own, 'cachekey', '')}"
+  return " ".join(filter(None, (name, getattr(own, "cachekey", None))))
