@@ -1,5 +1,6 @@
 """Probes: small attentions of the same kind as another, run by one schedule and checked by the gate."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.plan.tiles.cpu import largest_divisor
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
-from uopattn.proof.oracle import oracle
+from uopattn.proof.oracle import Array, oracle
 from uopattn.runtime.prepare import compiler
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
@@ -184,7 +185,8 @@ class Prepared:
   launches: tuple[Launch, ...]
 
   def compile(self) -> bool:
-    """Compile the kernels; return whether that was possible, or tinygrad does so when it runs them."""
+    """Work out what is expected, and compile; return whether that was possible, or tinygrad compiles when it runs."""
+    _ = self.gradient_gate if self.probe.backward else self.gate
     for launch in self.launches if self.probe.backward else stages(self.launches[-1]):
       launch.build(self.device)
     return compiler(self.device) is not None
@@ -199,10 +201,27 @@ class Prepared:
     schedule = self.launches[0].schedule
     return {"tf32": self.spec.tf32 and schedule.tf32, "device": self.device, "scale": self.spec.scale}
 
+  @functools.cached_property
+  def gate(self) -> Gate:
+    """What is expected of the output and the LSE."""
+    s, cuts = self.spec, self.launches[0].schedule.cuts
+    options: dict[str, Any] = self._products | self.inputs.rules | {"cut": cuts and s.dtype in DTYPES_8}
+    return Gate.of_arrays(*self.inputs.arrays, s.dtype, **options)
+
+  @functools.cached_property
+  def do(self) -> Array:
+    """The gradient of the output, (B, Hq, M, Dv)."""
+    s = self.spec
+    return normal((s.B, s.Hq, s.M, s.Dv), s.dtype, np.random.default_rng(1), self.device)
+
+  @functools.cached_property
+  def gradient_gate(self) -> GradientGate:
+    """What is expected of dQ, dK and dV."""
+    options: dict[str, Any] = self._products | self.inputs.rules
+    return GradientGate.of_arrays(*self.inputs.arrays, self.do, self.spec.dtype, **options)
+
   def _forward(self) -> list[Report]:
-    x, s = self.inputs, self.spec
-    options: dict[str, Any] = self._products | x.rules | {"cut": self.launches[0].schedule.cuts and s.dtype in DTYPES_8}
-    gate = Gate.of_arrays(*x.arrays, s.dtype, **options)
+    x, gate = self.inputs, self.gate
     results = self._poisoned(stages(self.launches[-1])[-1:])
     out, lse = forward(self.launches[-1], x.q, x.k, x.v, results["o"], results["lse"], self.arguments)
     Tensor.realize(out, lse)
@@ -211,19 +230,16 @@ class Prepared:
   def _backward(self) -> list[Report]:
     """Check the gradients, given the output and the LSE of the oracle."""
     x, s = self.inputs, self.spec
-    do = normal((s.B, s.Hq, s.M, s.Dv), s.dtype, np.random.default_rng(1), self.device)
-    options: dict[str, Any] = self._products | x.rules
-    gate = GradientGate.of_arrays(*x.arrays, do, s.dtype, **options)
     rules = {name: value for name, value in x.rules.items() if name not in HEAD_SCALES}
     exact = oracle(*x.arrays, scale=s.scale, **rules)
     out, lse = (
       tensor(y.astype(np.float32), d, self.device) for y, d in zip(exact, (s.dtype, dtypes.float32), strict=True)
     )
-    residuals = Residuals.of(s, x.q, x.k, x.v, self._as_stored(out), lse, tensor(do, s.dtype, self.device))
+    residuals = Residuals.of(s, x.q, x.k, x.v, self._as_stored(out), lse, tensor(self.do, s.dtype, self.device))
     results = {name: [y] for name, y in self._poisoned(self.launches).items()}
     found = by_kernels(self.launches, residuals, self.arguments, results)
     Tensor.realize(*found)
-    return gate.reports(**{name: numpy(y) for name, y in zip("qkv", found, strict=True)})
+    return self.gradient_gate.reports(**{name: numpy(y) for name, y in zip("qkv", found, strict=True)})
 
   def _poisoned(self, launches: Sequence[Launch]) -> dict[str, Tensor]:
     """Return buffers for the results of kernels, full of NaN, so that elements which a kernel does not write show."""
