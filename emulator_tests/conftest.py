@@ -2,7 +2,9 @@ import contextlib
 import gc
 import os
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterable
+from collections.abc import Generator, Hashable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -10,8 +12,10 @@ from tinygrad import Context, Device
 from tinygrad.helpers import DEV, NUM_CPU_THREADS, PARALLEL, SPEC
 
 from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
+from uopattn.kernels import cpu_backward, cpu_decode, cpu_forward
 from uopattn.measure import program
 from uopattn.measure.program import Usage, choose_device
+from uopattn.plan import dispatch
 
 # What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all,
 # on new examples by hypothesis. Otherwise it draws the same in every run, and shows the first that fails as it is: to
@@ -32,6 +36,12 @@ LOWERED_AS = {
   "sm_120": "sm_89",
   "apple7": "apple9",
   "apple8": "apple9",
+}
+# What says how many rows, and vectors of each, a CPU kernel holds in registers.
+ACCUMULATORS = {
+  cpu_forward.Tiles: ("unroll",),
+  cpu_decode.Tiles: ("unroll_m", "unroll_n", "unroll_d"),
+  cpu_backward.Tiles: ("unroll", "vectors"),
 }
 # Kernels made of what others are made of: of the tests that many kernels have, the quick suite runs one of theirs.
 LATER = {"hopper32", "hopper-wide", "amd32", "amd8", "float32", "float8", "turing", "apple32"}
@@ -166,15 +176,37 @@ def others_garbage() -> None:
   gc.freeze()
 
 
+def is_small(request: pytest.FixtureRequest) -> bool:
+  """Whether a test calls the public functions, and not on a whole model, which would take long to run."""
+  of_models = request.path.stem in ("test_real_input", "test_models")
+  return request.path.parent.name in ("api", "integrate") and not of_models
+
+
 @pytest.fixture(autouse=True)
 def unoptimized(request: pytest.FixtureRequest) -> Generator[None, None, None]:
   """tinygrad's own ops as they are where only kernels are tested: lowering them takes a fifth less.
 
-  Not those of a whole model, which would take long to run, unless it is as small as that of test_train.
+  Those of the model of test_train too, which is small.
   """
-  small = request.path.parent.name == "api" and request.path.stem != "test_real_input"
-  with Context(NOOPT=int(small or request.path.stem == "test_train")):
+  with Context(NOOPT=int(is_small(request) or request.path.stem == "test_train")):
     yield
+
+
+@pytest.fixture(autouse=True)
+def one_accumulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+  """CPU kernels with the tiles of choice, but one row of accumulators in registers, where public functions are tested.
+
+  These kernels take half the time to lower and less to compile. Tests of the kernels have the registers of choice.
+  """
+  if not is_small(request):
+    return
+  right = dispatch.tiles_for
+
+  def found(*given: Any) -> Iterator[Any]:
+    for tiles in right(*given):
+      yield replace(tiles, **dict.fromkeys(ACCUMULATORS.get(type(tiles), ()), 1))
+
+  monkeypatch.setattr(dispatch, "tiles_for", found)
 
 
 @pytest.fixture(autouse=True)

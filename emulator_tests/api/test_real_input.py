@@ -107,7 +107,7 @@ def test_tokenizer_splits_as_the_model_was_trained(model):
   ("prompt", "word"),
   [
     ("The capital of France is", " Paris"),
-    ("Water boils at a temperature of 100 degrees", " Celsius"),
+    pytest.param("Water boils at a temperature of 100 degrees", " Celsius", marks=pytest.mark.slowest),
   ],
 )
 def test_next_word(model, prompt, word):
@@ -133,7 +133,8 @@ def test_kernel_in_place_of_sdpa(model, tokens, expected):
 @pytest.mark.parametrize(
   "wrong",
   [
-    *(without_causal, with_shuffled_key_heads, without_last_key, with_scale_off),
+    with_scale_off,  # the least of these errors
+    *(pytest.param(x, marks=pytest.mark.slowest) for x in (without_causal, with_shuffled_key_heads, without_last_key)),
   ],
 )
 def test_wrong_attention_is_told_apart(model, tokens, expected, wrong):

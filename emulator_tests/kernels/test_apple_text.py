@@ -88,7 +88,7 @@ def test_conformance(name: str, dtype: DType, shape: str, is_causal: bool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", [*FEATURES, *TOGETHER])
+@pytest.mark.parametrize("feature", [*TOGETHER, *(pytest.param(x, marks=pytest.mark.slowest) for x in FEATURES)])
 def test_each_feature(feature: str) -> None:
   with APPLE.on("apple9"):
     check_run(APPLE, "apple9", **(FEATURES | TOGETHER)[feature])

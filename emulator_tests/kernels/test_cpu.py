@@ -62,8 +62,9 @@ def test_one_dominant_key_among_hidden_ones() -> None:
 @pytest.mark.each("dtype", "is_causal", evenly=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_long(dtype, is_causal: bool) -> None:
-  check_attention(*qkv(1, 2, 1, 3001, 4099, 64, 64, dtype), is_causal=is_causal)
+@pytest.mark.parametrize("M", [801, pytest.param(3001, marks=pytest.mark.slowest)])
+def test_long(dtype, is_causal: bool, M: int) -> None:
+  check_attention(*qkv(1, 2, 1, M, 4099, 64, 64, dtype), is_causal=is_causal)
 
 
 def test_tiles_state_their_laws() -> None:

@@ -139,10 +139,10 @@ def check(graph: UOp, target: Target) -> None:
 
 
 def cases(seeds: range) -> list[Any]:
-  """Of each target; those of the first seed on CPUs are quick, and of generic kernels one is slow."""
+  """Of each target; those of the first seed on CPUs are quick, and on GPUs slow; of generic kernels one is."""
 
   def mark(name: str, seed: int) -> Any:
-    if name in GENERIC and (name, seed) != ("cl", 0):
+    if (name in GENERIC and (name, seed) != ("cl", 0)) or (name in GPUS and seed > 0):
       return pytest.mark.slowest
     return () if name in CPUS and seed == 0 else pytest.mark.slow
 

@@ -1,5 +1,6 @@
 """Scores of every magnitude, in every kernel, whether a compiler contracts products and sums or not."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +19,19 @@ from tinygrad.dtype import DType
 from uopattn import attention
 from uopattn.dsl.rules.softmax import Scaling
 from uopattn.emulator.alu import CONTRACTIONS
+from uopattn.plan import launch
 
 PREFILL: extremes.Shape = (1, 2, 1, 20, 70, 16, 16)
 DECODE: extremes.Shape = (1, 2, 1, 1, 70, 16, 16)
 QUICK = ("cuda", "hopper", "amd", "cpu", "decode")
 WIDE_RANGE = [("amd8", "gfx1201", dtypes.fp8e5m2)]  # scores beyond `LARGEST_M_8`, and P that does not saturate
 OTHERS = [case for case in EVERYWHERE if case not in [*ONCE, *WIDE_RANGE]]
+
+
+@pytest.fixture(autouse=True)
+def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+  """A test builds each kernel once, not for every input: none of these tests changes a kernel that it has built."""
+  monkeypatch.setattr(launch, "prepared", functools.cache(launch.prepared))
 
 
 @contextmanager
@@ -61,6 +69,7 @@ def check_kernel(kind: str, name: str, arch: str, dtype: DType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each("mode", "cases", evenly=True)
 @pytest.mark.parametrize("mode", CONTRACTIONS)
 @pytest.mark.parametrize("cases", [extremes.plain, extremes.masked])
 def test_every_case(cases: Any, mode: str) -> None:

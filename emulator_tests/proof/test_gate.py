@@ -270,7 +270,9 @@ def test_right_results_pass(seed: int, any_magnitude: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.each("any_magnitude", "seed", evenly=True)
 @pytest.mark.parametrize("any_magnitude", [False, True], ids=["", "any magnitude"])
-@pytest.mark.parametrize("seed", range(1000, 3000, 100))
+@pytest.mark.parametrize(
+  "seed", [pytest.param(x, marks=pytest.mark.slowest if x % 200 else ()) for x in range(1000, 3000, 100)]
+)
 def test_many_right_results_pass(seed: int, any_magnitude: bool) -> None:
   assert sum(check_case(each, any_magnitude) for each in range(seed, seed + 100)) > 85
 

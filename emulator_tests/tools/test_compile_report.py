@@ -57,7 +57,12 @@ def test_budget(arch: str, dtype: str, D: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("arch", "D", "budget"), [("gfx1100", 64, 17.8), ("gfx1100", 128, 16.0), ("gfx1201", 128, 10.1)]
+  ("arch", "D", "budget"),
+  [
+    pytest.param("gfx1100", 64, 17.8, marks=pytest.mark.slowest),  # 128 needs more registers
+    ("gfx1100", 128, 16.0),
+    ("gfx1201", 128, 10.1),
+  ],
 )
 def test_budget_of_parts(arch: str, D: int, budget: float) -> None:
   """In float32 with a causal mask, where the second loop needs the most registers."""

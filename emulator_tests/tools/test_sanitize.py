@@ -82,8 +82,15 @@ def test_an_unknown_tool() -> None:
   assert ended.value.code == 2
 
 
+# Those that have what others lack; the others are corners of them.
+LATER = ("forward, mma.sync, queries read anew", "forward, wgmma", "forward, wgmma and TMA")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sanitize.CASES | sanitize.HOPPER)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=pytest.mark.slowest if x in LATER else ()) for x in sanitize.CASES | sanitize.HOPPER],
+)
 def test_the_cases_run(name: str) -> None:
   with on("sm_90"):
     (sanitize.CASES | sanitize.HOPPER)[name]()

@@ -25,7 +25,7 @@ from tinygrad.renderer.cstyle import (
 )
 from tinygrad.uop.ops import UOp
 
-from .mutate import mutated
+from .mutate import record
 
 DEFAULT_ARCH = "gfx1100"
 AMD = ("gfx11", "gfx1200", "gfx1201", "gfx942", "gfx950")  # prefixes of the names
@@ -148,7 +148,8 @@ class EMUProgram(Program["EMUDevice"]):
       return time.perf_counter() - start
     if mode not in self.programs:
       self.programs[mode] = first.contract(mode)
-    self.launch(mutated(self.programs[mode]), bufs, global_size, local_size, vals)
+    record(self.programs[mode], bufs, global_size, local_size, vals)
+    self.launch(self.programs[mode], bufs, global_size, local_size, vals)
     return time.perf_counter() - start
 
 

@@ -341,35 +341,46 @@ class Registers:
       raise self.run.fail(OutOfBounds, u, what, self.run.active())
     return shared
 
-  def check_written(self, u: UOp, row: int, lanes: np.ndarray | None) -> None:
-    """Raise Unwritten if an active lane reads an element before writing it."""
+  def lanes_by_row(self, index: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Return the rows that active lanes address, each with the mask of these lanes."""
+    mask = self.run.mask
+    rows = np.unique(index[self.run.active()]).tolist()
+    return [(row, index == row if mask is None else (index == row) & mask) for row in rows]
+
+  def check_written(self, u: UOp, row: int, mask: np.ndarray | None) -> None:
+    """Raise Unwritten if a lane of `mask` (None for all) reads an element before writing it."""
     written = self.written[row]
-    if written is True or not self.run.check:
+    if written is True or written is mask or not self.run.check:
       return
-    lanes = self.run.active() if lanes is None else lanes
-    bad = lanes[~self.run.spread(written)[lanes]]
-    if len(bad):
-      raise self.run.fail(Unwritten, u, f"reads {self.name} at index {row}, which nothing has written", bad)
+    bad = np.logical_not(written) if mask is None else mask > written
+    if bad.any():
+      lanes = np.flatnonzero(self.run.spread(bad))
+      raise self.run.fail(Unwritten, u, f"reads {self.name} at index {row}, which nothing has written", lanes)
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[Any]:
     """Read `count` elements per lane. Raises OutOfBounds, Unwritten."""
     if dtype.itemsize != self.dtype.itemsize or gate is not None:
       raise TypeError(f"{self.name}: registers are read in their own dtype and ungated, not as {dtype}")
     index, to = self.elements(u, "reads", index, count), storage(dtype)
-    rows = [self.load_row(u, index + i) for i in range(count)]
+    if isinstance(index, int):
+      rows = [self.load_row(u, index + i) for i in range(count)]
+    else:
+      by_row = self.lanes_by_row(index)
+      rows = [self.load_rows(u, by_row, i) for i in range(count)]
     return rows if to == storage(self.dtype) else [np.asarray(row).view(to) for row in rows]
 
-  def load_row(self, u: UOp, index: np.ndarray | int) -> Any:
-    """Read one element per lane."""
-    zero = storage(self.dtype).type(0)
-    if isinstance(index, int):
-      self.check_written(u, index, None)
-      return zero if self.rows[index] is None else self.rows[index]
+  def load_row(self, u: UOp, row: int) -> Any:
+    """Read one element, the same in each lane."""
+    self.check_written(u, row, self.run.mask)
+    return storage(self.dtype).type(0) if self.rows[row] is None else self.rows[row]
+
+  def load_rows(self, u: UOp, by_row: list[tuple[int, np.ndarray]], offset: int) -> np.ndarray:
+    """Read one element per lane, `offset` behind those of `lanes_by_row`."""
     result = np.zeros(self.run.shape.lanes, storage(self.dtype))
-    for row in np.unique(index[self.run.active()]).tolist():
-      lanes = np.flatnonzero(index == row) if self.run.mask is None else np.flatnonzero((index == row) & self.run.mask)
-      self.check_written(u, row, lanes)
-      result[lanes] = self.run.spread(zero if self.rows[row] is None else self.rows[row])[lanes]
+    for row, mask in by_row:
+      self.check_written(u, row + offset, mask)
+      if self.rows[row + offset] is not None:
+        np.copyto(result, self.rows[row + offset], where=mask)
     return result
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
@@ -377,14 +388,12 @@ class Registers:
     if dtype.itemsize != self.dtype.itemsize:
       raise TypeError(f"{self.name}: registers are written in their own dtype, not as {dtype}")
     index, own = self.elements(u, "writes", index, len(values)), storage(self.dtype)
+    by_row = [(index, self.run.mask)] if isinstance(index, int) else self.lanes_by_row(index)
     for i, value in enumerate(values):
       if value.dtype != own:
         value = np.asarray(value).view(own)
-      if isinstance(index, int):
-        self.store_row(index + i, value, self.run.mask)
-        continue
-      for row in np.unique(index[self.run.active()]).tolist():
-        self.store_row(row + i, value, (index == row) if self.run.mask is None else (index == row) & self.run.mask)
+      for row, mask in by_row:
+        self.store_row(row + i, value, mask)
 
   def store_row(self, row: int, value: Any, mask: np.ndarray | None) -> None:
     """Write one element in the lanes of `mask` (None for all)."""

@@ -3,10 +3,10 @@
 If no check notices, the deleted statement is redundant, or a check is missing. The tests do this with every kernel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinygrad.uop.ops import Ops, UOp
 
@@ -47,24 +47,41 @@ class Outcome:
     return f"{self.kernel} without the {self.what} at line {self.line}: {verdict}"
 
 
-_replace: Callable[["Program"], "Program"] | None = None
+@dataclass(frozen=True)
+class Launched:
+  """A launch of a kernel: the arguments of `launch.launch`, with the bytes that the buffers held before."""
+
+  program: "Program"
+  buffers: Sequence[bytes]
+  rest: tuple[Sequence[int], ...]
+
+  def again(self, program: "Program") -> None:
+    """Launch another program in the same way, on copies of the buffers. Raises KernelError."""
+    from .launch import launch  # imported here, so that registering the device does not load numpy
+
+    launch(program, [bytearray(x) for x in self.buffers], *self.rest)
 
 
-def mutated(program: "Program") -> "Program":
-  """Return the program to run in place of `program`: `program` itself unless a mutation is active."""
-  return program if _replace is None else _replace(program)
+_launches: list[Launched] | None = None
+
+
+def record(program: "Program", buffers: Sequence[Any], *rest: Sequence[int]) -> None:
+  """Note a launch, before it, if barriers are to be deleted."""
+  if _launches is not None:
+    _launches.append(Launched(program, [bytes(x) for x in buffers], rest))
 
 
 @contextmanager
-def _replacing(replace: Callable[["Program"], "Program"]) -> Iterator[None]:
-  global _replace
-  if _replace is not None:
+def _recording() -> Iterator[list[Launched]]:
+  """Yield the launches inside the `with` block, in order."""
+  global _launches
+  if _launches is not None:
     raise RuntimeError("a mutation is being tried already")
-  _replace = replace
+  _launches = []
   try:
-    yield
+    yield _launches
   finally:
-    _replace = None
+    _launches = None
 
 
 def _synchronises(u: UOp) -> str | None:
@@ -76,41 +93,39 @@ def _synchronises(u: UOp) -> str | None:
 
 
 def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) -> list[Outcome]:
-  """Call `run` unchanged, then once without each barrier and each statement of WAITS of the kernels that it launches.
+  """Call `run`, then launch its kernels again without each barrier and each statement of WAITS, one at a time.
 
-  run: launches kernels on the emulator with fresh outputs, as `lambda: Tensor.custom_kernel(...)[0].realize()` does; it
-  must launch the same kernels each time. kernel: mutate only the kernel with this name; None for all. Raises
-  KernelError if the unchanged `run` fails, and RuntimeError if the checks are off.
+  run: launches kernels on the emulator. kernel: mutate only the kernel with this name; None for all. Every launch is
+  repeated by itself, on the buffers as they were. Raises KernelError if the unchanged `run` fails, and RuntimeError if
+  the checks are off.
   """
   if not checking():
     raise RuntimeError("the checks are off (EMU_CHECK=0), so nothing could notice")
-  seen: dict[str, Program] = {}
-
-  def record(program: "Program") -> "Program":
-    if kernel in (None, program.name):
-      seen.setdefault(program.name, program)
-    return program
-
-  with _replacing(record):
+  with _recording() as launches:
     run()
+  programs: dict[str, Program] = {}
+  for x in launches:
+    if kernel in (None, x.program.name):
+      programs.setdefault(x.program.name, x.program)
   outcomes = []
-  for name, program in seen.items():
+  for name, program in programs.items():
+    own = [x for x in launches if x.program.uops == program.uops]
     for line, u in enumerate(program.uops):
       if (what := _synchronises(u)) is not None:
-        outcomes.append(Outcome(name, line, what, _without(run, program, u)))
+        outcomes.append(Outcome(name, line, what, _without(own, program, u)))
   return outcomes
 
 
-def _without(run: Callable[[], object], program: "Program", u: UOp) -> KernelError | None:
-  """Return the error that `run` raises when `program` lacks the line `u`, or None."""
+def _without(launches: Sequence[Launched], program: "Program", u: UOp) -> KernelError | None:
+  """Return the error that launches of `program` raise when it lacks the line `u`, or None."""
   from . import tracks  # imported here, so that registering the device does not load numpy
 
   broken = program.without(u)
-  with _replacing(lambda launched: broken if launched.uops == program.uops else launched):
-    for order in tracks.ORDERS if program.apart else tracks.ORDERS[:1]:
-      try:
-        with tracks.ordered(order):
-          run()
-      except KernelError as error:
-        return error
+  for order in tracks.ORDERS if program.apart else tracks.ORDERS[:1]:
+    try:
+      with tracks.ordered(order):
+        for launched in launches:
+          launched.again(broken)
+    except KernelError as error:
+      return error
   return None
