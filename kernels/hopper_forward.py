@@ -2,9 +2,12 @@
 
 FlashAttention-2 (Dao, 2023), with two products in flight at once: Q K^T of a tile, and P V of the previous tile
 (`uopattn.dsl.nvidia.wgmma_mainloop.OverlappedMainloop`):
-    start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
+    start S = Q K[n]^T    (64, block_n), then O = O alpha if a row of the warp has a new m, O += P V[n-1]   (64, Dv)
     wait for S            m, l, P' in registers; the four lanes of a row reduce the max per tile, l only at the end
-    wait for O            O = O alpha, P = P'
+    wait for O            P = P'
+m follows the maximum only where it grows by more than 8 in base 2, as in FlashAttention-4, which few tiles do: then
+alpha is 1, and a branch passes over O. (In 8 bits m is always the maximum, and O is rescaled with each tile.)
+
 NVIDIA's compiler moves the second wait up to the first, so products overlap with the softmax of other warpgroups. With
 the wait held in place, as in FlashAttention-3 (Shah et al., 2024), the kernel was slower; see scripts/results/NOTES.md.
 
@@ -36,8 +39,9 @@ errors of their own product, about 1e-4 of a score, which show in the LSE (`uopa
 warpgroups hold the ping-pong barrier until their products complete; otherwise the products of both would end, and their
 softmax start, at the same time.
 
-Speed on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, causal 514 and 432, 1.06 to 1.12 times cuDNN;
-fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more, and what spills.
+Speed on an H200, bfloat16, N=4096: 624 TFLOP/s at D=128, 491 at D=64 and 682 at D=256, 0.97, 1.03 and 0.996 times
+FlashAttention-3; causal 575 at D=128, 0.97 times; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16.
+scripts/results/KERNELS.md has more, and what spills.
 """
 
 from dataclasses import dataclass, replace

@@ -231,6 +231,7 @@ MEANINGS: dict[str, Meaning] = {
   "setmaxnreg_inc": tracks.registers,
   "exit_warps": tracks.exit_warps,
   "leave_loop": tracks.leave_loop,
+  "leave_loop_unless_any": tracks.leave_loop_unless_any,
   "skip_trip": tracks.skip_trip,
   "named_barrier_sync": tracks.named_barrier,
   "named_barrier_arrive": tracks.named_barrier,
