@@ -29,6 +29,7 @@ from uopattn.runtime.prepare import compiled
 
 HOPPER, ARCH, HALF = SUBJECTS["hopper"], "sm_90", dtypes.half
 PRODUCER, PERSISTENT = Tiles(2, 16, 2, producer=True), Tiles(2, 16, 2, producer=True, persistent=True)
+IN_REGISTERS = Tiles(2, 16, 2, producer=True, persistent=True, q_stages=2, in_registers=True)
 SIZES = (2, 4, 2, 150, 90, 24, 16)  # 16 jobs
 
 
@@ -65,7 +66,9 @@ def test_each_warpgroup_begins_at_its_own_tile(brought: list[TensorPipeline]) ->
   assert brought
 
 
-@pytest.mark.parametrize("tiles", [PERSISTENT, PRODUCER, Tiles(2, 16, 2)], ids=["persistent", "producer", "copied"])
+@pytest.mark.parametrize(
+  "tiles", [PERSISTENT, IN_REGISTERS, Tiles(2, 16, 2)], ids=["persistent", "in registers", "copied"]
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("base2", [0.5 * SLACK, 1.5 * SLACK, 40 * SLACK])
 def test_maxima_that_grow_from_tile_to_tile(tiles: Tiles, causal: bool, base2: float) -> None:

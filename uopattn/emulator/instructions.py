@@ -241,6 +241,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_added": warpgroup.added_from_shared,
   "wgmma_registers": warpgroup.from_registers,
   "wgmma_registers_bytes": warpgroup.from_registers,
+  "wgmma_registers_cleared": warpgroup.cleared_from_registers,
   "wgmma_by_rows": warpgroup.from_rows,
   "wgmma_by_rows_added": warpgroup.added_from_rows,
   "wgmma_wait": warpgroup.wait,

@@ -10,7 +10,7 @@ FlashAttention-2 (Dao, 2023) for one warpgroup with 64 query rows. `Mainloop` ha
 Source: FlashAttention-3 (Shah et al., 2024), sections 3.1 and 3.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -20,7 +20,7 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, Epilogue, loaded
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WARP, Epilogue, loaded
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
 from uopattn.dsl.nvidia.wgmma import WARPS
@@ -271,9 +271,11 @@ class OverlappedMainloop(Mainloop):
 
   Attributes:
     ping_pong: the order in which warpgroups start their products.
+    q_words: registers for the queries, a left operand of 16 bits; None if the products read them in shared memory.
   """
 
   ping_pong: PingPong
+  q_words: UOp | None = None
 
   @property
   def slack(self) -> float:
@@ -282,10 +284,34 @@ class OverlappedMainloop(Mainloop):
 
   def run(self, walk: Walk, state: State, started: UOp) -> State:
     """Process all tiles."""
-    state = self.begin(walk, state, self.pipe.q.wait(ZERO, self.pass_over(walk.passed, started)))
+    arrived = self.pipe.q.wait(ZERO, self.pass_over(walk.passed, started))
+    if self.q_words is None:
+      return self._run(walk, state, arrived)
+    loaded_q = self.load_q(self.q_words, arrived)
+    return replace(self, q_words=self.q_words.after(loaded_q))._run(walk, state, loaded_q)
+
+  def _run(self, walk: Walk, state: State, arrived: UOp) -> State:
+    state = self.begin(walk, state, arrived)
     for first, count, masked in walk.loops:
       state = self.attend(first, count, masked, state)
     return self.finish(state)
+
+  def load_q(self, words: UOp, arrived: UOp) -> UOp:
+    """Load the warp's queries, and release them."""
+    tile, lane, row = self.pipe.q.tile(ZERO, arrived), self.group.lane, self.group.warp * MMA_M
+    steps = range(sizes(words)[0] // WORDS)
+    loads = [
+      CUDA.ldmatrix(words[WORDS * i], tile.at(row + lane % MMA_M, lane // MMA_M + 2 * i), arrived) for i in steps
+    ]
+    return self.pipe.q.release(ZERO, *loads)
+
+  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Start S = Q K^T, (64, keys)."""
+    if self.q_words is None:
+      return super().start_qk(n_tile, *after)
+    k_tile, keys, steps = self.pipe.k.tile(n_tile, *after), 2 * sizes(self.scores)[0], sizes(self.q_words)[0] // WORDS
+    k, panels, options = self.k_address(k_tile), (0, k_tile.panel), {"registers": True, "by_columns": True}
+    return wgmma.start(self.dtype, keys, steps, self.scores[0], self.q_words[0], k, panels, *after, **options)
 
   def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
     """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
@@ -366,5 +392,7 @@ class OverlappedMainloop(Mainloop):
 
   def release_k(self, n_tile: UOp, waited: UOp) -> UOp:
     """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
+    if self.q_words is not None:
+      return self.pipe.k.release(n_tile, waited)
     last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
     return UOp.group(self.pipe.k.release(n_tile, waited), self.pipe.q.release(ZERO, waited, when=last))
