@@ -216,7 +216,9 @@ def hopper_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
     st.integers(1, 3),
     st.integers(1, 8),
     st.integers(2, 4),
-    st.sampled_from(((), (True,), (True, True), (True, True, 2))),
+    st.sampled_from(
+      ((), (True,), (True, True), (True, True, 2), (True, False, 1, 16, True), (True, True, 2, 16, True))
+    ),
   )
 
 
@@ -403,7 +405,7 @@ SUBJECTS: dict[str, Subject] = {
     any_tiles=hopper_tiles,
     head_dims=(8, 24, 40, 64, 72),
     most_queries=300,
-    synchronised=lambda arch: (H(1, 32), H(2, 16, 3), H(2, 16, 2, True)),
+    synchronised=lambda arch: (H(1, 32), H(2, 16, 3), H(2, 16, 2, True), H(2, 16, 2, True, in_registers=True)),
     multiprocessors=2,
   ),
   "hopper8": Subject(

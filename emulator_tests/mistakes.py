@@ -114,11 +114,16 @@ def sum_not_rescaled(right: Phase) -> Phase:
   return softmax
 
 
-def softmax_mistakes(owner: Any, phase: str) -> dict[str, Mistake]:
-  """Mistakes of the softmax that `owner` has by this name."""
+def softmax_mistakes(owner: Any, phase: str, scale: float | None = None) -> dict[str, Mistake]:
+  """Mistakes of the softmax that `owner` has by this name.
+
+  Args:
+    scale: of scores whose maxima grow by more than the kernel's slack; None for a kernel without.
+  """
+  options = {} if scale is None else {"scale": scale}
   return {
-    "no rescale of the accumulator": Mistake(owner, phase, no_rescale),
-    "no rescale of the sum": Mistake(owner, phase, sum_not_rescaled),
+    "no rescale of the accumulator": Mistake(owner, phase, no_rescale, options),
+    "no rescale of the sum": Mistake(owner, phase, sum_not_rescaled, options),
   }
 
 
@@ -315,6 +320,7 @@ FLOAT32 = MMA | {
 TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchanged)}
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
 HOPPER = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | PACK
+HOPPER |= softmax_mistakes(wgmma_softmax, "online_softmax", scale=5.0)
 HOPPER8 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
   "values not transposed": Mistake(Cuda, "ldmatrix", not_transposed),
   "odd columns are the even ones": Mistake(Dialect, "odd_bytes", instead(Dialect.even_bytes)),

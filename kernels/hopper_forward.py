@@ -2,15 +2,19 @@
 
 FlashAttention-2 (Dao, 2023), with two products in flight at once: Q K^T of a tile, and P V of the previous tile
 (`uopattn.dsl.nvidia.wgmma_mainloop.OverlappedMainloop`):
-    start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
+    start S = Q K[n]^T    (64, block_n), then O = O alpha if a row of the warp has a new m, O += P V[n-1]   (64, Dv)
     wait for S            m, l, P' in registers; the four lanes of a row reduce the max per tile, l only at the end
-    wait for O            O = O alpha, P = P'
+    wait for O            P = P'
+m follows the maximum only where it grows by more than 8 in base 2, as in FlashAttention-4, which few tiles do: then
+alpha is 1, and a branch passes over O. (In 8 bits m is always the maximum, and O is rescaled with each tile.)
+
 NVIDIA's compiler moves the second wait up to the first, so products overlap with the softmax of other warpgroups. With
 the wait held in place, as in FlashAttention-3 (Shah et al., 2024), the kernel was slower; see scripts/results/NOTES.md.
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, and
 `stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
-tensor cores read them.
+tensor cores read them. With `Tiles.in_registers` a warpgroup first loads its queries to registers, which takes fewer
+instructions and less energy for each tile.
 
 Two pipelines load them, behind one interface, `uopattn.dsl.nvidia.tensor_pipeline.Trip`:
 - A producer warpgroup starts all copies from one thread (`uopattn.dsl.nvidia.tensor_pipeline`). The consumers
@@ -36,14 +40,15 @@ errors of their own product, about 1e-4 of a score, which show in the LSE (`uopa
 warpgroups hold the ping-pong barrier until their products complete; otherwise the products of both would end, and their
 softmax start, at the same time.
 
-Speed on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, causal 514 and 432, 1.06 to 1.12 times cuDNN;
-fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more, and what spills.
+Speed on an H200, bfloat16, N=4096: 635 TFLOP/s at D=128, 491 at D=64 and 682 at D=256, 0.98, 1.03 and 0.996 times
+FlashAttention-3; causal 575 at D=128, 0.97 times; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16.
+scripts/results/KERNELS.md has more, and what spills.
 """
 
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
@@ -80,6 +85,8 @@ class Tiles:
     persistent: whether a workgroup processes several blocks of queries, one after another; only with a producer.
     q_stages: blocks of queries in shared memory; several only if persistent.
     step: elements in the 32 bytes of a step along k: 16, or 32 for 8-bit types, which need a producer.
+    in_registers: whether a warpgroup loads its queries to registers, instead of reading them in shared memory for each
+      tile; in 16 bits, with a producer.
   """
 
   warpgroups: int
@@ -89,6 +96,7 @@ class Tiles:
   persistent: bool = False
   q_stages: int = 1
   step: int = 16
+  in_registers: bool = False
 
   def __post_init__(self) -> None:
     if self.step not in (16, 32):
@@ -105,6 +113,8 @@ class Tiles:
       raise ValueError(f"Tiles.q_stages={self.q_stages}: must be 1, or more if persistent")
     if self.persistent and not self.producer:
       raise ValueError("Tiles.persistent=True: needs producer=True")
+    if self.in_registers and (not self.producer or self.step == 32):
+      raise ValueError("Tiles.in_registers=True: needs producer=True and step=16")
     if self.producer and self.warpgroups not in REGISTERS:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be 1 to {max(REGISTERS)} with a producer")
 
@@ -198,9 +208,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   trip = pipeline.trip(ping_pong.first_arrival(pipeline.start()))
   mine = work_tile(trip.number)
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
-  main = OverlappedMainloop(
-    s, group, q.dtype, trip, scores, rows, mine.rules, mine.key_range, tiles.block_n, diverges, ping_pong=ping_pong
-  )
+  q_words = s.buffer(round_up(Dk, wgmma.K) // 4, dtype=dtypes.uint) if tiles.in_registers else None
+  place = mine.rules, mine.key_range, tiles.block_n, diverges
+  main = OverlappedMainloop(s, group, q.dtype, trip, scores, rows, *place, ping_pong=ping_pong, q_words=q_words)
   state = State.make(
     s, tiles.p_words, round_up(Dv, 16), group.item, trip.begun, separate_pv=tiles.step == 32, lags=True
   )
@@ -218,7 +228,7 @@ def _served_tiles(tiles: Tiles, q: UOp, k: UOp, v: UOp, rules: Rules) -> Tiles:
     return tiles
   if tiles.step == 32:
     raise ValueError("q, k and v of 8 bits must have rows that tensor maps can describe")
-  return replace(tiles, producer=False, persistent=False, q_stages=1)
+  return replace(tiles, producer=False, persistent=False, q_stages=1, in_registers=False)
 
 
 class Order(Enum):

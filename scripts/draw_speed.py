@@ -14,6 +14,7 @@ from uopattn.measure.program import check_writable, exit_status
 OURS = "uopattn"
 BASES = ("torch flash", "torch")  # the first of these that a row has is its unit of speed
 COLOURS = {OURS: "#0b5cad", "torch cudnn": "#d9822b", "torch flex": "#5a9e6f", "torch flash": "#777777"}
+COLOURS |= {"fa3": "#8e44ad", "fa4": "#c0392b", "fa4-deterministic": "#e39b93"}
 COLOURS["torch"] = COLOURS["torch flash"]
 HEADS = {  # titles of the machines in the picture; other machines are only in the table
   "H200": "NVIDIA H200, float16, 32 heads (forward and backward: B=4, N=4096)",

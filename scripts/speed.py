@@ -92,6 +92,9 @@ NAMES = {  # of contenders
   "torch flash": "FlashAttention-2",
   "torch cudnn": "cuDNN",
   "torch flex": "FlexAttention",
+  "fa3": "FlashAttention-3",
+  "fa4": "FlashAttention-4",
+  "fa4-deterministic": "FlashAttention-4, deterministic",
   "tinygrad": "tinygrad",
   "one device": "on one of them",
 }

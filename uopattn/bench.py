@@ -23,10 +23,11 @@ from tinygrad.helpers import DEV, Context, tqdm
 
 from uopattn.dsl.schedule import FEW
 from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
-from uopattn.measure.bench_report import lines, plot, sampled
-from uopattn.measure.contenders import Contender, load, versions
+from uopattn.measure.bench_report import lines, plot
+from uopattn.measure.contenders import LOADERS, Contender, load, versions
+from uopattn.measure.gpu_state import sampled
 from uopattn.measure.limits import limit, product_size
-from uopattn.measure.problem import SHARDS, Config, Problem, parse, prepare, shard_axis
+from uopattn.measure.problem import DTYPE_NAMES, SHARDS, Config, Problem, parse, prepare, shard_axis
 from uopattn.measure.program import (
   Usage,
   check_writable,
@@ -151,12 +152,12 @@ def bench_row(
   most = limit(s)
   turns = {} if most is None else {f"limit {most.name}": most.runner}
   timed = {name: runners[name] for name in right[:1]} | turns | {name: runners[name] for name in right[1:]}
-  with sampled([] if on_cpu() else range(config.gpus)) as gpus:
+  with sampled([] if on_cpu() else range(config.gpus)) as state:
     times = alternate(timed, rounds, BURSTS if burst else None)
   moved = s.kv_bytes if most is not None and most.moved else 0
   records = {name: _errors(reports[name]) for name in runners}
   for name in right:
-    records[name] |= times[name].record(flops, moved) | {"share": {}}
+    records[name] |= times[name].record(flops, moved) | {"share": {}} | state.means(times[name].turns)
   limits = {}
   if most is not None:
     its = times[f"limit {most.name}"]
@@ -168,7 +169,7 @@ def bench_row(
     "device": " ".join(filter(None, (shown(target, Device.DEFAULT), gpu_name(Device.DEFAULT)))),
     "devices": config.gpus,
     "shard": SHARDS[shard_axis(config, s)] if config.gpus > 1 else None,
-    "gpu": gpus or None,
+    "gpu": state.summary() or None,
     "kernel": problem.launch.schedule.name,
     "tiles": asdict(problem.launch.tiles),
     "flops": flops,
@@ -229,7 +230,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(prog="uopattn.bench", description="Times and checks attention.")
   where = "where to run (default: by DEV, as uopattn.run)"
   parser.add_argument("device", nargs="?", choices=["cpu", "gpu", "all"], help=where)
-  parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
+  parser.add_argument("--against", default="", metavar="NAMES", help=f"contenders, by commas: {','.join(LOADERS)}")
+  parser.add_argument("--dtype", default="", choices=list(DTYPE_NAMES), help="the dtype of all problems")
   parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs computed beforehand")
   parser.add_argument(
     "--burst", action="store_true", help="on a GPU: pause before each turn, so that its clock recovers"
@@ -279,6 +281,7 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
   """Return the problems to time, each with its device."""
   rows: list[tuple[str, Config]] = []
   over = parse([], {key: os.environ[key] for key in ("GPUS", "SHARD") if key in os.environ})
+  over = replace(over, dtype=given.dtype)
   for device in devices(given.device):
     if (kind := device.split(":")[0]) not in ("CPU", *GPUS):
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
@@ -287,9 +290,14 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
     configs = [config for config in configs if not given.few or 0 < config.m <= FEW]
     if over.gpus > 1 and kind != "CPU" and not (given.quick or given.few):
       configs = device_rows(given.backward)
-    configs = [replace(config, gpus=over.gpus, shard=over.shard or config.shard) for config in configs]
-    rows += [(device, config) for config in configs]
+    configs = [_with_overrides(config, over) for config in configs]
+    rows += [(device, config) for config in dict.fromkeys(configs)]
   return rows
+
+
+def _with_overrides(config: Config, over: Config) -> Config:
+  """Return a problem on as many devices as `over`, and with its division and dtype where it has them."""
+  return replace(config, gpus=over.gpus, shard=over.shard or config.shard, dtype=over.dtype or config.dtype)
 
 
 def bench(given: argparse.Namespace) -> int:

@@ -236,6 +236,33 @@ def test_a_barrier_says_nothing_of_who_did_not_come_to_it() -> None:
     launch(statement(told_by(5)), x, x, arch=ARCH)
 
 
+def test_a_warp_stays_in_a_loop_for_any_of_its_lanes() -> None:
+  """Warp 1 for lane 5 for three trips, warp 6 for lane 8 until all are done, after the fourth."""
+
+  def body(o: UOp, x: UOp) -> UOp:
+    t, i = threads(2 * GROUP), loop(9)
+    before = o[t].store(x[t].load())
+    stays = (t.eq(37) & (i < 3)) | t.eq(200)
+    inside = CUDA.leave_loop_unless_any(stays, i > 3, apart(t), before, i)
+    place = o.after(inside)[t]
+    return kernel("vote", [place.store(place.load() + 1).end(i)], t)
+
+  x = np.arange(2 * GROUP, dtype=np.float32)
+  trips = np.repeat([0, 3, 0, 0, 0, 0, 4, 0], 32)
+  np.testing.assert_array_equal(launch(body, x, x, arch=ARCH), x + trips)
+
+
+def test_a_vote_without_whole_warps_is_an_error() -> None:
+  def make(t: UOp, memory: UOp) -> UOp:
+    i, some = loop(2), loop((t % 32 < 8).cast(dtypes.weakint))
+    inside = CUDA.leave_loop_unless_any(t.eq(3), i > 0, apart(t), some, i)
+    return memory.after(inside)[t].store(1.0).end(i).end(some)
+
+  x = np.zeros(2 * GROUP, dtype=np.float32)
+  with pytest.raises(emulator.Divergence, match="votes without whole warps"):
+    launch(statement(make), x, x, arch=ARCH)
+
+
 def test_a_loop_left_by_a_part_of_the_lanes_is_an_error() -> None:
   def make(t: UOp, memory: UOp) -> UOp:
     i = loop(5)

@@ -99,13 +99,14 @@ def test_product_from_shared_memory(n, k, kind):
   np.testing.assert_allclose(got, a @ b.T, rtol=1e-5, atol=ERROR)
 
 
-def from_registers(n, k, kind, *, spoil=None, words=None):
-  """D = 1 + P V with P (64, k) in registers and V (k, n) in LDS."""
+def from_registers(n, k, kind, *, spoil=None, words=None, by_columns=False):
+  """D = 1 + P V with P (64, k) in registers and V (k, n) in LDS; `by_columns` D = P V with V transposed, (n, k)."""
 
   def body(o, p, v):
     t, d, a = threads(THREADS), reg(0, n // 2), reg(1, k // 4, dtypes.uint)
-    memory = lds(2, k * padded(n), dtypes.ushort)
-    ready = UOp.barrier(CUDA.fence_proxy_async(UOp.group(*panelled(memory, v, k, n, t, THREADS))))
+    rows, columns = (n, k) if by_columns else (k, n)
+    memory = lds(2, rows * padded(columns), dtypes.ushort)
+    ready = UOp.barrier(CUDA.fence_proxy_async(UOp.group(*panelled(memory, v, rows, columns, t, THREADS))))
     row, loads = t // 32 * 16 + t % 32 // 4, []
     for i in range(k // 4 if words is None else words):
       at = (row + i % 2 * 8) * k + i // 4 * 16 + i % 4 // 2 * 8 + t % 4 * 2
@@ -113,7 +114,8 @@ def from_registers(n, k, kind, *, spoil=None, words=None):
       loads.append(a[i].store(low + high * 65536))
     begun = UOp.group(*loads, *[d[e].store(1.0) for e in range(n // 2)])
     operands = d.after(begun)[0], a.after(begun)[0], memory.after(ready)[0]
-    started = wgmma.start(TYPES[kind], n, k // 16, *operands, (0, k * WIDTH), ready, begun, registers=True)
+    how = {"registers": True, "by_columns": by_columns}
+    started = wgmma.start(TYPES[kind], n, k // 16, *operands, (0, rows * WIDTH), ready, begun, **how)
     if spoil is not None:
       started = spoil(a, started)
     return kernel(f"registers_{n}_{k}_{kind}", store_result(o, d.after(wgmma.wait(0, n, d[0], started)), t, n), t)
@@ -127,6 +129,13 @@ def test_product_from_registers(n, k, kind):
   p, v = matrix(64, k, kind), matrix(k, n, kind)
   got = launch(from_registers(n, k, kind), np.zeros(64 * n, np.float32), p.ravel(), v.ravel(), arch=ARCH)
   np.testing.assert_allclose(got.reshape(64, n), 1 + exact(p, kind) @ exact(v, kind), rtol=1e-5, atol=ERROR)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("n", "k"), [(8, 16), (24, 80), (64, 128)])
+def test_product_from_registers_with_a_transposed_matrix(n, k, kind):
+  got, a, b = run(from_registers(n, k, kind, by_columns=True), n, k, kind)
+  np.testing.assert_allclose(got, a @ b.T, rtol=1e-5, atol=ERROR)
 
 
 @pytest.mark.parametrize(("n", "k", "clears"), [(8, 16, False), (64, 48, True)])
@@ -353,6 +362,7 @@ def test_a_fence_covers_the_copies_that_have_arrived(order):
 KINDS: dict[str, dict[str, bool]] = {
   "": {},
   "registers": {"registers": True},
+  "registers_cleared": {"registers": True, "by_columns": True},
   "added": {"clears": False},
   "by_rows": {"by_rows": True},
   "by_rows_added": {"by_rows": True, "clears": False},
@@ -363,7 +373,7 @@ KINDS: dict[str, dict[str, bool]] = {
 @pytest.mark.parametrize(("n", "steps"), [(8, 1), (64, 4), (256, 16)])
 def test_texts_are_found_again(n, steps, kind):
   """A text names its instruction, and no other text that looks alike is taken for it."""
-  own = kind == "registers"
+  own = kind.startswith("registers")
   d, a, b = reg(0, n // 2), reg(1, 4 * steps, dtypes.uint) if own else lds(1, 64, dtypes.ushort), lds(2, 64)
   for dtype, parts in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if "by_rows" not in kind else [])]:
     started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), **KINDS[kind], parts=parts)
@@ -391,3 +401,11 @@ def test_the_text_addresses_each_step_of_k(by_rows: bool) -> None:
   lines = [eval(x.format(None, None, None, *panels), {"a": 0, "b": 0}) for x in found]  # of 16 bytes
   ks = [(16 * step, panel) for step in range(steps) for panel in panels]
   assert [16 * x for x in lines] == [2 * (64 * k if by_rows else k // 64 * panel + k % 64) for k, panel in ks]
+
+
+def test_the_text_addresses_each_step_of_a_transposed_matrix_beside_registers() -> None:
+  text = wgmma._product(128, 6, "bf16", wgmma.REGISTERS_CLEARED).text("cuda")
+  found = re.findall(r'"l"\(\(unsigned long long\)\((.*?)\) \| 0x', text)
+  lines = [eval(x.format(None, None, None, 0, 10240), {"b": 0}) for x in found]  # of 16 bytes
+  assert [16 * x for x in lines] == [2 * (k // 64 * 10240 + k % 64) for k in range(0, 96, 16)]
+  assert re.findall(r"%\d+, (\d), 1, 1, 0;", text) == ["0", *"11111"]  # D is cleared, and B's rows are not k

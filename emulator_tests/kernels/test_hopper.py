@@ -13,12 +13,13 @@ import pytest
 from conformance import SUBJECTS
 from helpers import on_device
 from mistakes import HOPPER_BARRIERS, HOPPER_PRODUCER, Mistake
-from tinygrad import UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline
+from uopattn.dsl.nvidia.wgmma_mainloop import SLACK
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
@@ -28,6 +29,7 @@ from uopattn.runtime.prepare import compiled
 
 HOPPER, ARCH, HALF = SUBJECTS["hopper"], "sm_90", dtypes.half
 PRODUCER, PERSISTENT = Tiles(2, 16, 2, producer=True), Tiles(2, 16, 2, producer=True, persistent=True)
+IN_REGISTERS = Tiles(2, 16, 2, producer=True, persistent=True, q_stages=2, in_registers=True)
 SIZES = (2, 4, 2, 150, 90, 24, 16)  # 16 jobs
 
 
@@ -62,6 +64,26 @@ def test_each_warpgroup_begins_at_its_own_tile(brought: list[TensorPipeline]) ->
     given = {key: on_device(x) for key, x in options.items()}
     HOPPER.check(*HOPPER.inputs(ARCH, (2, 4, 2, 200, 230, 24, 16), HALF), given, **options)
   assert brought
+
+
+@pytest.mark.parametrize(
+  "tiles", [PERSISTENT, IN_REGISTERS, Tiles(2, 16, 2)], ids=["persistent", "in registers", "copied"]
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("base2", [0.5 * SLACK, 1.5 * SLACK, 40 * SLACK])
+def test_maxima_that_grow_from_tile_to_tile(tiles: Tiles, causal: bool, base2: float) -> None:
+  """Of half of the rows, by less and by more than maxima may lag; of the other half they fall."""
+  M, N = SIZES[3:5]
+  q, k, v = HOPPER.inputs(ARCH, SIZES, HALF)
+  steps = np.arange(N, dtype=np.float32) // tiles.block_n  # the tile of a key
+  sign = np.where(np.arange(M) % 2, -1.0, 1.0).astype(np.float32)
+  queries, keys = (x.numpy().astype(np.float32) * 0.5 for x in (q, k))
+  queries[..., 0], keys[..., 0] = sign, steps
+  scale = float(base2 * np.log(2))
+  queries[..., 1:] /= max(1.0, scale)
+  with HOPPER.on(ARCH, tiles):
+    q, k = (Tensor(x).cast(HALF).realize() for x in (queries, keys))
+    HOPPER.check(q, k, v, is_causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -6,20 +6,24 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import draw_speed
+import numpy as np
 import pytest
 import readme_table
 import speed
 
 from uopattn import bench
 from uopattn.bench import main
-from uopattn.measure import contenders, limits, problem, sample, timing
-from uopattn.measure.bench_report import sampled, summarized
+from uopattn.measure import contenders, gpu_state, limits, problem, sample, timing
+from uopattn.measure.bench_report import lines
 from uopattn.measure.problem import Config, Problem, prepare
+from uopattn.measure.program import Usage
 from uopattn.measure.timing import Runner, Timing
 from uopattn.proof.gate import Gate
 
@@ -152,8 +156,11 @@ def test_a_wrong_contender_is_shown_and_gets_no_speed(
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["--against", "jax"], "--against jax: unknown; accepted are torch, tinygrad"),
-    (["--backward", "--against", "tinygrad"], "--against tinygrad: with --backward the only contender is torch"),
+    (["--against", "jax"], "--against jax: unknown; accepted are torch, tinygrad, fa3, fa4, fa4-deterministic"),
+    (["--backward", "--against", "tinygrad"], "--against tinygrad: has no backward pass"),
+    (["--backward", "--against", "fa3"], "--against fa3: has no backward pass"),
+    (["--against", "fa4-deterministic"], "--against fa4-deterministic: has no forward pass"),
+    (["--against", "fa4"], "--against fa4: runs on CUDA only, not on CPU"),
     (["--rounds", "0"], "--rounds 0 is less than 1"),
     (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: there is no such folder"),
   ],
@@ -164,10 +171,11 @@ def test_one_line_and_exit_status_2(words: list[str], message: str, capsys: pyte
   assert (printed.out, printed.err) == ("", f"uopattn.bench: {message}\n")
 
 
-def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-  def missing(name: str) -> Any:
-    raise ModuleNotFoundError(f"No module named {name!r}")
+def missing(name: str) -> Any:
+  raise ModuleNotFoundError(f"No module named {name!r}")
 
+
+def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
   monkeypatch.setattr(contenders, "importlib", SimpleNamespace(import_module=missing))
   assert main(["--quick", "--against", "torch"]) == 2
   message = "uopattn.bench: --against torch: it cannot be imported: No module named 'torch'\n"
@@ -186,6 +194,107 @@ def test_what_torch_stands_for(cpu: bool, backward: bool, names: list[str], monk
   monkeypatch.setattr(contenders, "load_torch", lambda backend, backward: backend)
   found = contenders.load(["torch"], backward)
   assert list(found) == ["uopattn", *(name if cpu else f"torch {name}" for name in names)]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+  """A device without a GPU, on which contenders may be loaded but not called."""
+  monkeypatch.setattr(contenders, "Device", SimpleNamespace(DEFAULT="CUDA"))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_flash_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+  def only_torch(name: str) -> Any:
+    return SimpleNamespace() if name == "torch" else missing(name)
+
+  monkeypatch.setattr(contenders, "importlib", SimpleNamespace(import_module=only_torch))
+  message = "^--against fa3: it cannot be imported: No module named 'fa3_fwd_interface'$"
+  with pytest.raises(Usage, match=message):
+    contenders.load(["fa3"])
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+  ("name", "backward", "module", "options"),
+  [
+    ("fa3", False, "fa3_fwd_interface", {}),
+    ("fa4", False, "flash_attn.cute", {}),
+    ("fa4", True, "flash_attn.cute", {}),
+    ("fa4-deterministic", True, "flash_attn.cute", {"deterministic": True}),
+  ],
+)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_how_flash_attention_is_called(
+  name: str, backward: bool, module: str, options: dict[str, Any], with_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  calls: list[Any] = []
+
+  def flash_attn_func(*tensors: str, **given: Any) -> Any:
+    calls.append((tensors, given))
+    return ("out", "lse") if with_lse else "out"
+
+  modules = {"torch": SimpleNamespace(), module: SimpleNamespace(flash_attn_func=flash_attn_func)}
+  monkeypatch.setattr(contenders, "importlib", SimpleNamespace(import_module=modules.__getitem__))
+  monkeypatch.setattr(contenders, "_on_torch", lambda *given, **more: (*given, more))
+  made: Any = contenders.load([name], backward)[name]
+  found, attend_of, of_gradients, more = made
+  assert (found, of_gradients, more) == (name, backward, {"heads_last": True})
+  assert attend_of(Config(causal=1).spec())("q", "k", "v") == "out"
+  assert calls == [(("q", "k", "v"), {"causal": True} | options)]
+
+
+def test_versions_are_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(contenders, "installed_version", {"fa3-fwd": "3", "flash-attn-4": "4", "torch": "2"}.get)
+  found = contenders.versions(["fa3", "fa4", "fa4-deterministic", "torch flash", "jax"])
+  assert found == {"fa3-fwd": "3", "flash-attn-4": "4", "torch": "2", "jax": "unknown"}
+
+
+class Array(np.ndarray[Any, Any]):
+  """An array with those methods of torch's tensors that contenders use."""
+
+  def to(self, device: str, dtype: Any) -> "Array":
+    return self.astype(dtype).view(Array)
+
+  def transpose(self, *axes: Any) -> "Array":
+    return self.swapaxes(*axes).view(Array)
+
+  def contiguous(self) -> "Array":
+    return np.ascontiguousarray(self).view(Array)
+
+  def float(self) -> "Array":
+    return self.to("", np.float32)
+
+  def cpu(self) -> "Array":
+    return self
+
+  def numpy(self) -> Any:
+    return np.asarray(self)
+
+
+def test_contenders_with_heads_last(monkeypatch: pytest.MonkeyPatch) -> None:
+  torch = SimpleNamespace(float16=np.float16, bfloat16=None, float32=np.float32, inference_mode=nullcontext)
+  torch.from_numpy = lambda x: x.view(Array)
+  monkeypatch.setattr(contenders, "import_torch", lambda: torch)
+  problem = prepare(Config(h=3, hkv=1, n=40, m=7, d=8, dtype="half"))
+
+  def attend(q: Array, k: Array, v: Array) -> Array:
+    assert (q.shape, k.shape, v.shape) == ((1, 7, 3, 8), (1, 40, 1, 8), (1, 40, 1, 8))
+    assert all(x.flags.c_contiguous for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    weights = np.exp(problem.spec.scale * q @ k.transpose(2, 3))
+    return (weights / weights.sum(-1, keepdims=True) @ v).view(Array).transpose(1, 2).to("cpu", np.float16)
+
+  runner = contenders._on_torch("", lambda s: attend, backward=False, heads_last=True)(problem)
+  assert runner is not None
+  assert all(report.correct for report in sample.Sample.of(problem.spec).check(problem)(runner.result()))
+  assert contenders._on_torch("", lambda s: attend, backward=False)(prepare(SMALL)) is None  # of float32
+
+
+def test_all_problems_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(bench, "devices", lambda name: ["CUDA"])
+  configs = [config for _, config in bench.problems(bench.arguments(["--dtype", "bfloat16"]))]
+  assert {config.dtype for config in configs} == {"bfloat16"}
+  assert len(configs) == len(set(configs)) == len(bench.gpu_rows()) - 1  # one of which is of bfloat16 in any case
 
 
 @pytest.mark.parametrize(
@@ -285,39 +394,66 @@ def test_times_count_once_all_have_settled(
   assert clock.pauses == pauses
 
 
-SAMPLES = "1980, 400.5, 40\n1500, 690.0, 50\n1400, 700.0, 55\n[N/A], 710.0, [N/A]\n1, 7"
+SAMPLES = """2026/01/02 03:04:05.000, 1980, 400.5, 40
+2026/01/02 03:04:05.100, 1500, 690.0, 50
+2026/01/02 03:04:05.200, 1400, 700.0, 55
+2026/01/02 03:04:05.300, [N/A], 710.0, [N/A]
+2026/01/02 03:04:05.400, 7"""
+SUMMARY = {
+  "clock_mhz": {"lowest": 1400, "median": 1500, "highest": 1980},
+  "power_w": {"lowest": 400.5, "median": 695, "highest": 710},
+  "temperature_c": {"lowest": 40, "median": 50, "highest": 55},
+}
 
 
 def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
   """From a program that prints samples until it is stopped."""
-  found = summarized(SAMPLES)
-  assert found == {
-    "clock_mhz": {"lowest": 1400, "median": 1500, "highest": 1980},
-    "power_w": {"lowest": 400.5, "median": 695, "highest": 710},
-    "temperature_c": {"lowest": 40, "median": 50, "highest": 55},
-  }
   program = tmp_path / "nvidia-smi"
   program.write_text(
     f"#!/bin/sh\necho \"$*\" >{tmp_path}/asked\nprintf '{SAMPLES}'\ntouch {tmp_path}/done\nexec sleep 60\n"
   )
   program.chmod(0o755)
   monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-  with sampled([0, 1]) as state:
+  with gpu_state.sampled([0, 1]) as state:
     while not (tmp_path / "done").exists():
       time.sleep(0.01)
-  assert state == found
+  assert state.summary() == SUMMARY
   asked = (tmp_path / "asked").read_text()
-  assert asked.startswith("--id=0,1 --query-gpu=clocks.sm,power.draw,temperature.gpu ")
-  with sampled([]) as none:
+  assert asked.startswith("--id=0,1 --query-gpu=timestamp,clocks.sm,power.draw.instant,temperature.gpu ")
+  with gpu_state.sampled([]) as none:
     pass
-  assert none == {}
+  assert none.summary() == {}
+
+
+def test_the_clock_and_power_of_a_contender_are_of_its_turns() -> None:
+  epoch = datetime(2026, 1, 2, 3, 4, 5).timestamp() - 10  # so the samples are from second 10 on
+  state = gpu_state.GPUState(gpu_state.samples(SAMPLES, epoch))
+  assert [round(x.second, 3) for x in state] == [10, 10.1, 10.2, 10.3]
+  assert state.means([(9.95, 10.05), (10.15, 10.25)]) == {"clock_mhz": 1690, "power_w": 550.25}
+  assert state.means([(10.25, 10.35)]) == {"power_w": 710}
+  assert state.means([(10.01, 10.02), (11, 12)]) == {}
+
+
+def test_a_row_has_the_clock_and_power_of_each_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+  @contextmanager
+  def sampled(gpus: Any) -> Any:
+    state = gpu_state.GPUState()
+    yield state
+    state.append(gpu_state.Sample(0, {"clock_mhz": 1400.0, "power_w": 700.0}))
+
+  monkeypatch.setattr(bench, "sampled", sampled)
+  monkeypatch.setattr(gpu_state.GPUState, "means", lambda state, turns: state[0].values if list(turns) else {})
+  row = bench.bench_row(SMALL, {"uopattn": contenders.uopattn, "again": contenders.uopattn}, rounds=1)
+  assert {(c["clock_mhz"], c["power_w"]) for c in row["contenders"].values()} == {(1400, 700)}
+  assert [", 1400 MHz, 700 W" in line for line in lines(row)] == [False, True, True, False]
 
 
 def test_without_nvidia_smi_there_is_no_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
   monkeypatch.setenv("PATH", str(tmp_path))
-  with sampled([0]) as state:
+  with gpu_state.sampled([0]) as state:
     pass
-  assert state == {}
+  assert state.summary() == {}
+  assert state.means([(0, 1)]) == {}
 
 
 def test_median_spread_and_ratios() -> None:

@@ -634,6 +634,13 @@ class Cuda(Dialect):
   def exit_warps(self, when: Condition, *after: UOp) -> Statement:
     """End the warps where `when`. A statement, and no branch: what other warps do later must come after it."""
 
+  @instruction(cuda="0; if ({1} || !__any_sync(0xffffffff, {0})) break", cross_lane=True)
+  def leave_loop_unless_any(self, when: Condition, done: Condition, *after: UOp) -> Statement:
+    """Leave the innermost loop, a plain `for` loop, where `done`, or unless `when` in any lane of the warp.
+
+    `done` is the same in all lanes. A statement.
+    """
+
   @instruction(cuda=_ptx("bar.sync %0, %1;", '"r"({0})', '"r"({1})'), cross_lane=True)
   def named_barrier_sync(self, number: Int, threads: Int, *after: UOp) -> Statement:
     """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""

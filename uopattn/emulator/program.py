@@ -373,7 +373,7 @@ class Program:
     return loop
 
   def _do_while(self, u: UOp, body: list[Step], condition: int) -> Compute:
-    if self.names & {"leave_loop", "skip_trip"}:
+    if self.names & {"leave_loop", "leave_loop_unless_any", "skip_trip"}:
       raise self._refuse("leave_loop and skip_trip end trips of plain loops, and this kernel has another one", u)
 
     def loop(run: Run) -> None:

@@ -245,6 +245,19 @@ def leave_loop(run: Run, u: UOp, when: Any) -> None:
   gone, here = lanes[leaves[lanes]], lanes[~leaves[lanes]]
   if np.isin(run.group[gone], run.group[here]).any():
     raise run.fail(Divergence, u, "leaves a loop with a part of the lanes", gone)
+  _leave(run, gone)
+
+
+def leave_loop_unless_any(run: Run, u: UOp, when: Any, done: Any) -> None:
+  """Deactivate the warps of which no lane stays, for the rest of the innermost loop; see `leave_loop`."""
+  lanes, stays = run.active(), run.spread(when) & ~run.spread(done)
+  if len(lanes) % run.shape.wave:
+    raise run.fail(Divergence, u, "votes without whole warps", lanes)
+  staying = np.unique(run.wave[lanes[stays[lanes]]])
+  _leave(run, lanes[~np.isin(run.wave[lanes], staying)])
+
+
+def _leave(run: Run, gone: np.ndarray) -> None:
   if len(gone):
     run.left = np.isin(run.all_lanes, gone) | (run.left is not None and run.left)
     _deactivate(run, run.left)

@@ -127,15 +127,17 @@ def from_shared(
   registers: bool = False,
   by_rows: bool = False,
   clears: bool = True,
+  by_columns: bool = False,
 ) -> None:
   """Start D = A B, or D += A B unless it `clears`, with B in LDS and A in LDS or in `registers`.
 
-  With A in registers it adds, unless the operands are of 8 bits or of several parts. `by_rows`: the rows of A and B in
-  LDS are k.
+  With A in registers it adds, unless the operands are of 8 bits or of several parts, or B's rows are not k but
+  `by_columns`. `by_rows`: the rows of A and B in LDS are k.
   """
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
-  k, adds = K * steps, not clears or (registers and dtype.itemsize > 1 and parts == 1)
+  of_rows = by_rows or (registers and dtype.itemsize > 1 and not by_columns)  # B's rows are k
+  k, adds = K * steps, not clears or (registers and of_rows and parts == 1)
 
   def read(x: Pointer, rows: int, columns: int, panel: Any, part: int) -> np.ndarray:
     return _read(run, u, x, rows, columns, int(panel), groups, flight.reads, part)
@@ -147,7 +149,7 @@ def from_shared(
     lefts = [read(a, k, M, panels[0], part).swapaxes(1, 2) for part in range(parts)]
   else:
     lefts = [read(a, M, k, panels[0], part) for part in range(parts)]
-  if (registers and dtype.itemsize > 1) or by_rows:
+  if of_rows:
     rights = [read(b, k, n, panels[1], part) for part in range(parts)]
   else:
     rights = [read(b, n, k, panels[1], part).swapaxes(1, 2) for part in range(parts)]
@@ -211,6 +213,7 @@ added_from_shared = partial(from_shared, clears=False)
 from_rows = partial(from_shared, by_rows=True)
 added_from_rows = partial(from_shared, by_rows=True, clears=False)
 from_registers = partial(from_shared, registers=True)
+cleared_from_registers = partial(from_shared, registers=True, by_columns=True)
 
 
 def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> None:

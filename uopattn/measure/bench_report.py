@@ -1,19 +1,12 @@
 """The output of the bench: a row as text with the state of the GPU, and a plot of all rows."""
 
 import math
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 TERA = 5000  # GFLOP/s from which speeds are shown in TFLOP/s
-EVERY = 100  # milliseconds between samples of the state of GPUs
-# What is sampled, by its name in the record: nvidia-smi's name of it.
-QUERIES = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
-State = dict[str, dict[str, float]]
+UNITS = {"clock_mhz": "MHz", "power_w": "W"}  # of the state of a GPU
 
 
 def title(problem: dict[str, Any]) -> str:
@@ -48,6 +41,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
       f"  {name:<11} {c['median'] * 1e3:9.3f} ms (min {c['minimum'] * 1e3:.3f}, spread {c['spread']:.0%}) "
       f"{_speed(c['gflops'])}, {bytes_too}{shares}error {c['error']:.2g}"
     )
+    text += "".join(f", {c[key]:.0f} {unit}" for key, unit in UNITS.items() if key in c)
     if ratio := row["ratios"].get(name):
       text += f"; uopattn is {ratio['paired']:.2f} times as fast (by minima {ratio['of_minima']:.2f})"
     yield text
@@ -61,54 +55,12 @@ def gpu_state(rows: Sequence[dict[str, Any]]) -> str:
   Each row counts with its medians. The result is "" if no row has them.
   """
   found = []
-  for name, unit in (("clock_mhz", "MHz"), ("power_w", "W")):
+  for name, unit in UNITS.items():
     values = [row["gpu"][name]["median"] for row in rows if name in (row.get("gpu") or {})]
     if values:
       low, high = f"{min(values):.0f}", f"{max(values):.0f}"
       found.append(f"{low if low == high else f'{low} to {high}'} {unit}")
   return ", ".join(found)
-
-
-@contextmanager
-def sampled(gpus: Sequence[int]) -> Iterator[State]:
-  """Sample clock, power and temperature of NVIDIA's GPUs while a `with` block runs, by nvidia-smi.
-
-  Args:
-    gpus: the GPUs, by nvidia-smi's numbers.
-
-  Yields:
-    A dict, filled at the end of the block; see `summarized`. It stays empty without nvidia-smi or GPUs.
-  """
-  state: State = {}
-  if not gpus or not shutil.which("nvidia-smi"):
-    yield state
-    return
-  command = ["nvidia-smi", f"--id={','.join(map(str, gpus))}", f"--query-gpu={','.join(QUERIES.values())}"]
-  command += ["--format=csv,noheader,nounits", f"--loop-ms={EVERY}"]
-  pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-  process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
-  try:
-    yield state
-  finally:
-    process.terminate()
-    state |= summarized(process.communicate()[0])
-
-
-def summarized(said: str) -> State:
-  """Return {"lowest", "median", "highest"} of each of `QUERIES` over nvidia-smi's lines of samples.
-
-  A value that a GPU does not report is left out.
-  """
-  found: dict[str, list[float]] = {name: [] for name in QUERIES}
-  for line in said.splitlines(keepends=True):
-    cells = line.split(",")
-    if len(cells) == len(QUERIES) and line.endswith("\n"):  # the last line may be cut off
-      for samples, cell in zip(found.values(), cells, strict=True):
-        try:
-          samples.append(float(cell))
-        except ValueError:  # "[N/A]"
-          continue
-  return {name: {"lowest": min(x), "median": median(x), "highest": max(x)} for name, x in found.items() if x}
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:

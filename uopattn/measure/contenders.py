@@ -8,7 +8,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
@@ -117,10 +117,85 @@ def load_torch(backend: str = "", backward: bool = False) -> Contender:
       as many threads as our kernels use.
   """
   torch = import_torch()
-  types: dict[DType, Any] = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
   if not backend:
     torch.set_num_threads(thread_count())
-    types[dtypes.float32] = torch.float32
+
+  def attend_of(s: AttentionSpec) -> Callable[..., Any]:
+    return _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend)
+
+  name = f"torch {backend}" if backend else ""
+  return _on_torch(name, attend_of, backward, () if backend else (dtypes.float32,))
+
+
+class FlashAttention(NamedTuple):
+  """A generation of FlashAttention for Hopper as a Python package, which installs without compiling.
+
+  Attributes:
+    package: its name on PyPI.
+    module: has `flash_attn_func`.
+    passes: the passes in which it takes part.
+    options: further arguments.
+  """
+
+  package: str
+  module: str
+  passes: tuple[str, ...]
+  options: dict[str, Any]
+
+
+FLASH_ATTENTION = {
+  "fa3": FlashAttention("fa3-fwd", "fa3_fwd_interface", ("forward",), {}),
+  "fa4": FlashAttention("flash-attn-4", "flash_attn.cute", ("forward", "backward"), {}),
+  "fa4-deterministic": FlashAttention("flash-attn-4", "flash_attn.cute", ("backward",), {"deterministic": True}),
+}
+
+
+def load_flash_attention(name: str, backward: bool) -> Contender:
+  """Return one of `FLASH_ATTENTION`, or its gradients, on tensors of its own layout (batch, length, heads, head size).
+
+  Raises:
+    ImportError: it, or torch, is not installed.
+    Usage: it has no such pass, or the device is not NVIDIA's.
+  """
+  library, wanted = FLASH_ATTENTION[name], "backward" if backward else "forward"
+  if wanted not in library.passes:
+    raise Usage(f"--against {name}: has no {wanted} pass")
+  if Device.DEFAULT.split(":")[0] != "CUDA":
+    raise Usage(f"--against {name}: runs on CUDA only, not on {Device.DEFAULT}")
+  import_torch()
+  function = importlib.import_module(library.module).flash_attn_func
+
+  def attend_of(s: AttentionSpec) -> Callable[..., Any]:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+      out = function(q, k, v, causal=s.is_causal, **library.options)
+      return out[0] if isinstance(out, tuple) else out  # of some versions with the LSE
+
+    return attend
+
+  return _on_torch(name, attend_of, backward, heads_last=True)
+
+
+def _on_torch(
+  name: str,
+  attend_of: Callable[[AttentionSpec], Callable[..., Any]],
+  backward: bool,
+  more_dtypes: tuple[DType, ...] = (),
+  heads_last: bool = False,
+) -> Contender:
+  """Return an attention on torch's tensors, or its gradients, as a contender.
+
+  Args:
+    name: its name on a GPU; "" is on the CPU.
+    attend_of: returns it for a problem, as a function of q, k and v.
+    more_dtypes: dtypes that it takes beside those of 16 bits.
+    heads_last: whether its tensors have the layout (batch, length, heads, head size).
+  """
+  torch = import_torch()
+  types: dict[DType, Any] = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
+  types |= dict.fromkeys(more_dtypes, torch.float32)
+
+  def turned(x: Any) -> Any:
+    return x.transpose(1, 2) if heads_last else x
 
   def set_up(problem: Problem) -> Runner | None:
     s = problem.spec
@@ -128,9 +203,10 @@ def load_torch(backend: str = "", backward: bool = False) -> Contender:
       return None
     inputs = [problem.q, problem.k, problem.v, *([problem.output_gradient()] if backward else [])]
     arrays = [numpy(x).copy() for x in inputs]
-    with torchs_context() if backend else nullcontext():
-      q, k, v, *do = (torch.from_numpy(x).to("cuda" if backend else "cpu", types[s.dtype]) for x in arrays)
-      attend = _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend)
+    with torchs_context() if name else nullcontext():
+      tensors = [torch.from_numpy(x).to("cuda" if name else "cpu", types[s.dtype]) for x in arrays]
+      q, k, v, *do = [turned(x).contiguous() for x in tensors]
+      attend = attend_of(s)
     times = 1 if backward else repeats(s, MOST)
 
     def forward() -> list[Any]:
@@ -147,8 +223,8 @@ def load_torch(backend: str = "", backward: bool = False) -> Contender:
       return torch.autograd.grad(differentiable(), (q, k, v), do, retain_graph=True)
 
     call = gradients if backward else forward
-    runner = call, lambda: [x.float().cpu().numpy() for x in call()], times
-    return _served(f"torch {backend}", torchs_runner(*runner)) if backend else Runner(*runner)
+    runner = call, lambda: [turned(x).float().cpu().numpy() for x in call()], times
+    return _served(name, torchs_runner(*runner)) if name else Runner(*runner)
 
   return set_up
 
@@ -178,8 +254,8 @@ def _served(name: str, runner: Runner) -> Runner | None:
   try:
     runner.call()
     runner.wait()
-  except RuntimeError as error:
-    print(f"{name} sits this out: {str(error).splitlines()[0]}")
+  except (RuntimeError, AssertionError, ValueError) as error:
+    print(f"{name} sits this out: {(str(error) or type(error).__name__).splitlines()[0]}")
     return None
   return runner
 
@@ -215,9 +291,14 @@ def backends_of_torch(backward: bool) -> dict[str, Contender]:
   return {f"torch {x}": load_torch(x, backward) for x in ("flash", "cudnn", *(() if backward else ("flex",)))}
 
 
+def _flash_attention(name: str) -> Callable[[bool], dict[str, Contender]]:
+  return lambda backward: {name: load_flash_attention(name, backward)}
+
+
 LOADERS: dict[str, Callable[[bool], dict[str, Contender]]] = {
   "torch": backends_of_torch,
   "tinygrad": lambda backward: {"tinygrad": tinygrad},
+  **{name: _flash_attention(name) for name in FLASH_ATTENTION},
 }
 
 
@@ -225,14 +306,14 @@ def load(names: list[str], backward: bool = False) -> dict[str, Contender]:
   """Return the contenders by name, ours first.
 
   Raises:
-    Usage: a name is unknown, or its library cannot be imported.
+    Usage: a name is unknown, its library cannot be imported, or it does not take part.
   """
   found: dict[str, Contender] = {"uopattn": uopattn_backward if backward else uopattn}
   for name in names:
-    if backward and name != "torch":
-      raise Usage(f"--against {name}: with --backward the only contender is torch")
     if name not in LOADERS:
       raise Usage(f"--against {name}: unknown; accepted are {', '.join(LOADERS)}")
+    if backward and name == "tinygrad":
+      raise Usage(f"--against {name}: has no backward pass")
     try:
       found |= LOADERS[name](backward)
     except ImportError as error:
@@ -241,5 +322,6 @@ def load(names: list[str], backward: bool = False) -> dict[str, Contender]:
 
 
 def versions(names: list[str]) -> dict[str, str]:
-  """Return the versions of the libraries in `names`, which are contenders and limits."""
-  return {name: installed_version(name) or "unknown" for name in dict.fromkeys(name.split()[0] for name in names)}
+  """Return the versions of the packages of `names`, which are contenders and limits."""
+  packages = (FLASH_ATTENTION[name].package if name in FLASH_ATTENTION else name.split()[0] for name in names)
+  return {package: installed_version(package) or "unknown" for package in dict.fromkeys(packages)}

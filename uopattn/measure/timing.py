@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -105,9 +105,14 @@ def wait(on: tuple[str, ...] = ()) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-  """Seconds per call, one number per round."""
+  """Seconds per call, one number per round.
+
+  Attributes:
+    turns: start and end of the timed calls of each round, by `time.perf_counter`.
+  """
 
   seconds: list[float]
+  turns: list[tuple[float, float]] = field(default_factory=list)
 
   @property
   def median(self) -> float:
@@ -162,7 +167,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
   time.sleep(SPIN)  # the oracle ran numpy's products
   warm = _settling_time(runners.values()) if how.settles else how.warm
   order, shuffle = list(runners), random.Random(0)
-  seconds: dict[str, list[float]] = {name: [] for name in runners}
+  found = {name: Timing([]) for name in runners}
   calls: dict[str, int] = {}  # timed calls in a turn of each contender, as its first turn shows
   for _ in range(rounds):
     for name in shuffle.sample(order, len(order)) if how.shuffled else order:
@@ -174,10 +179,12 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
       for _ in range(count):
         runner.call()
       runner.wait()
-      seconds[name].append((time.perf_counter() - start) / (count * runner.times))
+      end = time.perf_counter()
+      found[name].seconds.append((end - start) / (count * runner.times))
+      found[name].turns.append((start, end))
       if name == "limit numpy":
         time.sleep(SPIN)
-  return {name: Timing(x) for name, x in seconds.items()}
+  return found
 
 
 def _settling_time(runners: Collection[Runner]) -> float:

@@ -37,7 +37,7 @@ K = 16
 PANEL = 64  # columns
 MANY = 16  # steps
 REGISTERS, BY_ROWS, REGISTERS_BYTES = "wgmma_registers", "wgmma_by_rows", "wgmma_registers_bytes"
-BY_ROWS_ADDED, ADDED = "wgmma_by_rows_added", "wgmma_added"
+BY_ROWS_ADDED, ADDED, REGISTERS_CLEARED = "wgmma_by_rows_added", "wgmma_added", "wgmma_registers_cleared"
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23])(?: parts=(\d+))?)? \*/")
 
@@ -65,7 +65,7 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
   count, lines, by_rows = n // 2, ["wgmma.fence.sync.aligned;"], name in (BY_ROWS, BY_ROWS_ADDED)
-  registers, eight = name in (REGISTERS, REGISTERS_BYTES), _KINDS[kind].itemsize == 1
+  registers, eight = name in (REGISTERS, REGISTERS_BYTES, REGISTERS_CLEARED), _KINDS[kind].itemsize == 1
   inputs: dict[str, int] = {}  # where each stands among all operands of the text
   shape = f"wgmma.mma_async.sync.aligned.m64n{n}k{32 if eight else 16}.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
   signs = "1, 1" if eight else "1, 1, 0, 0"
@@ -88,6 +88,8 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
         words = ", ".join(operand(f'"r"(a[{4 * (left * steps + step) + word}])') for word in range(4))
         if eight:
           lines.append(f"{shape}, {{{words}}}, {along_row('b', 4, right, step)}, {adds}, {signs};")
+        elif name == REGISTERS_CLEARED:
+          lines.append(f"{shape}, {{{words}}}, {along_row('b', 4, right, step)}, {adds}, 1, 1, 0;")
         else:
           lines.append(f"{shape}, {{{words}}}, {along_column('b', 4, right, step)}, {adds}, 1, 1, 1;")
       elif by_rows:  # the rows of both are k
@@ -158,6 +160,7 @@ def start(
   by_rows: bool = False,
   parts: int = 1,
   clears: bool = True,
+  by_columns: bool = False,
 ) -> UOp:
   """Start a product as a group of its own. A statement.
 
@@ -165,7 +168,8 @@ def start(
     dtype: type of A and B: float16, bfloat16, fp8e4m3 or fp8e5m2.
     n: columns of D, a multiple of 8 up to 256.
     steps: steps of 32 bytes along k, of each part.
-    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part, or not `clears`.
+    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part, but not
+      `by_columns`, or not `clears`.
     a: address of A's rows in shared memory or, with `registers`, of 4 * steps 32-bit registers.
     b: address of B in shared memory: transposed, n rows of k; or, with `registers` in 16 bits, as it is, k rows of n.
     panels: units of 16 bits per panel of A, and of B.
@@ -174,9 +178,10 @@ def start(
     by_rows: whether A and B, of 16 bits, are in shared memory as they are: k rows of 64, and k rows of n.
     parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or with k along the rows of A those of float32.
     clears: whether D is cleared first, unless A is in registers.
+    by_columns: whether, with A of 16 bits in registers, B is transposed: n rows of k.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
-  of_registers = REGISTERS if dtype.itemsize == 2 else REGISTERS_BYTES
+  of_registers = REGISTERS_BYTES if dtype.itemsize == 1 else REGISTERS_CLEARED if by_columns else REGISTERS
   of_rows, of_columns = (BY_ROWS, "wgmma") if clears else (BY_ROWS_ADDED, ADDED)
   name = of_registers if registers else of_rows if by_rows else of_columns
   return statement(_product(n, steps, kind, name, parts), CUDA.name, after, d, a, b, *panels)

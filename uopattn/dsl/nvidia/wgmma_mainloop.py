@@ -10,16 +10,17 @@ FlashAttention-2 (Dao, 2023) for one warpgroup with 64 query rows. `Mainloop` ha
 Source: FlashAttention-3 (Shah et al., 2024), sections 3.1 and 3.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, Epilogue, loaded
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WARP, Epilogue, loaded
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
 from uopattn.dsl.nvidia.wgmma import WARPS
@@ -30,6 +31,7 @@ from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope, sizes
 
 ZERO = UOp.const(0)
+SLACK = 8.0  # P up to 256 costs no precision in 16 bits
 WORDS = 4  # 32-bit words of a left operand per lane and step
 
 
@@ -42,7 +44,7 @@ class State(NamedTuple):
     m_i: row max of each row.
     l_i: running sum of each row, over this lane's keys.
     pv: P V of a tile, which the threads add to acc, as the tensor cores would cut off the sum; None if they need not.
-    alpha: the factor of each row that brings acc to m_i, where pv is added a tile later.
+    alpha: the factor of each row that brings acc to m_i, where P V is added a tile later.
   """
 
   acc: UOp
@@ -67,7 +69,7 @@ class State(NamedTuple):
     acc = s.filled(0.0, columns // 2, after=after)
     m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
     p, pv = s.buffer(words, dtype=dtypes.uint), s.buffer(columns // 2) if separate_pv else None
-    return cls(acc, p, m_i, l_i, pv, s.filled(1.0, HALVES, after=after) if separate_pv and lags else None)
+    return cls(acc, p, m_i, l_i, pv, s.filled(1.0, HALVES, after=after) if lags else None)
 
   def after(self, *after: UOp) -> "State":
     """The state once `after` is done."""
@@ -125,6 +127,11 @@ class Mainloop:
     return v_tile.address()
 
   @property
+  def slack(self) -> float:
+    """By how much maxima may lag, see `online_softmax`: not at all where O is rescaled in every tile."""
+    return 0.0
+
+  @property
   def lane_key(self) -> UOp:
     """This lane's first key of a tile."""
     return self.group.lane % QUAD * 2
@@ -144,7 +151,7 @@ class Mainloop:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
     rows = self.score_rows(n_tile, masked)
     scores, old = rows.scores(self.scores.after(*after)), (loaded(state.m_i), loaded(state.l_i))
-    found = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype))
+    found = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype), slack=self.slack)
     # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
     stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
     return found.alpha, self.packed(found), stores
@@ -260,18 +267,51 @@ class Walk(NamedTuple):
 class OverlappedMainloop(Mainloop):
   """Q K^T of a tile and P V of the tile before it are in flight at once.
 
+  In 16 bits a warp rescales O only if a row of its has a new m_i, right before it adds P V.
+
   Attributes:
     ping_pong: the order in which warpgroups start their products.
+    q_words: registers for the queries, a left operand of 16 bits; None if the products read them in shared memory.
   """
 
   ping_pong: PingPong
+  q_words: UOp | None = None
+
+  @property
+  def slack(self) -> float:
+    """So much that few tiles change m_i; in 8 bits P is raised to use its type's range, which leaves none."""
+    return SLACK if self.dtype.itemsize == 2 else 0.0
 
   def run(self, walk: Walk, state: State, started: UOp) -> State:
     """Process all tiles."""
-    state = self.begin(walk, state, self.pipe.q.wait(ZERO, self.pass_over(walk.passed, started)))
+    arrived = self.pipe.q.wait(ZERO, self.pass_over(walk.passed, started))
+    if self.q_words is None:
+      return self._run(walk, state, arrived)
+    loaded_q = self.load_q(self.q_words, arrived)
+    return replace(self, q_words=self.q_words.after(loaded_q))._run(walk, state, loaded_q)
+
+  def _run(self, walk: Walk, state: State, arrived: UOp) -> State:
+    state = self.begin(walk, state, arrived)
     for first, count, masked in walk.loops:
       state = self.attend(first, count, masked, state)
     return self.finish(state)
+
+  def load_q(self, words: UOp, arrived: UOp) -> UOp:
+    """Load the warp's queries, and release them."""
+    tile, lane, row = self.pipe.q.tile(ZERO, arrived), self.group.lane, self.group.warp * MMA_M
+    steps = range(sizes(words)[0] // WORDS)
+    loads = [
+      CUDA.ldmatrix(words[WORDS * i], tile.at(row + lane % MMA_M, lane // MMA_M + 2 * i), arrived) for i in steps
+    ]
+    return self.pipe.q.release(ZERO, *loads)
+
+  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Start S = Q K^T, (64, keys)."""
+    if self.q_words is None:
+      return super().start_qk(n_tile, *after)
+    k_tile, keys, steps = self.pipe.k.tile(n_tile, *after), 2 * sizes(self.scores)[0], sizes(self.q_words)[0] // WORDS
+    k, panels, options = self.k_address(k_tile), (0, k_tile.panel), {"registers": True, "by_columns": True}
+    return wgmma.start(self.dtype, keys, steps, self.scores[0], self.q_words[0], k, panels, *after, **options)
 
   def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
     """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
@@ -301,9 +341,11 @@ class OverlappedMainloop(Mainloop):
     if self.diverges:
       first, trips = wgmma.uniform(first.maximum(0)), wgmma.uniform(trips.maximum(0))
     trip, begun = loop(self.s, trips, early=self.diverges)
-    n_tile, old, ping_pong = first + trip, state.after(*begun), self.ping_pong
+    n_tile, ping_pong = first + trip, self.ping_pong
     qk = self.start_qk(n_tile, ping_pong.sync(self.pipe.k.wait(n_tile, *begun, *state.registers())))
-    pv = self.start_pv(n_tile - 1, old, self.pipe.v.wait(n_tile - 1, qk))
+    rescaled = self.rescale(state.after(*begun), qk)
+    old = state.after(*begun, *rescaled)
+    pv = self.start_pv(n_tile - 1, old, self.pipe.v.wait(n_tile - 1, qk, *rescaled))
     waited = self.wait_qk(1, pv if ping_pong.exclusive else ping_pong.arrive(pv))
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, self.release_k(n_tile, waited))
     out = old.product.after(self.wait_pv(old, pv, *stores))
@@ -315,7 +357,7 @@ class OverlappedMainloop(Mainloop):
 
   def finish(self, state: State) -> State:
     """Add P V of the last tile."""
-    last = self.key_range.n_tiles - 1
+    last, state = self.key_range.n_tiles - 1, state.after(*self.rescale(state))
     pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers()))
     out = state.product.after(self.wait_pv(state, self.pipe.wait_all(pv)))
     done = self.pipe.v.release(last, out)
@@ -323,12 +365,25 @@ class OverlappedMainloop(Mainloop):
       done = UOp.group(done, *self.add_pv(state, out, None))
     return state._replace(acc=state.acc.after(out, done))
 
+  def rescale(self, state: State, *after: UOp) -> list[UOp]:
+    """O = O alpha, by warps that have an alpha other than 1: a statement, or none in 8 bits, where `add_pv` does it."""
+    if state.pv is not None:
+      return []
+    assert state.alpha is not None
+    old = [x.load() for x in (state.alpha.after(*after)[half] for half in range(HALVES))]
+    once = self.s.axis(2, AxisType.REDUCE)  # a loop of at most one trip is a branch that a warp takes as a whole
+    inside = CUDA.leave_loop_unless_any(old[0].ne(1) | old[1].ne(1), once >= 1, *after, once)
+    acc, alpha = state.acc.after(inside), state.alpha.after(inside)
+    scaled = [acc[i].store(acc[i].load() * alpha[i % 4 // 2].load()) for i in range(sizes(acc)[0])]
+    return [UOp.group(*scaled).end(once)]
+
   def add_pv(self, state: State, out: UOp, alphas: list[UOp] | None) -> list[UOp]:
-    """Add P V, in `out`, to O. Then O is for the scores' new maxima: `alphas` are the factors."""
+    """Add P V, in `out`, to O, and keep `alphas`, the factors that bring O to the scores' new maxima."""
     elements = range(sizes(out)[0])
-    if state.pv is None or state.alpha is None:
+    assert state.alpha is not None
+    if state.pv is None:
       assert alphas is not None
-      return [state.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in elements]
+      return [state.alpha.after(out)[half].store(x) for half, x in enumerate(alphas)]
     old = [state.alpha[half].load() for half in range(HALVES)]
     added = [state.acc[i].store(state.acc[i].load() * old[i % 4 // 2] + out[i].load()) for i in elements]
     if alphas is None:
@@ -337,5 +392,7 @@ class OverlappedMainloop(Mainloop):
 
   def release_k(self, n_tile: UOp, waited: UOp) -> UOp:
     """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
+    if self.q_words is not None:
+      return self.pipe.k.release(n_tile, waited)
     last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
     return UOp.group(self.pipe.k.release(n_tile, waited), self.pipe.q.release(ZERO, waited, when=last))

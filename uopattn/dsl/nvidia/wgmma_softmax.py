@@ -66,6 +66,7 @@ class ScoreRows(NamedTuple):
     l_old: list[UOp],
     maxima: list[UOp] | None = None,
     p_scale_log2: int = 0,
+    slack: float = 0.0,
   ) -> Softmax:
     """Update the online softmax of both rows.
 
@@ -73,12 +74,13 @@ class ScoreRows(NamedTuple):
       scores: of both rows.
       m_old, l_old: m_i and l_i so far.
       maxima: the largest score of each row, where other warpgroups have some of its keys; otherwise it is found here.
-      p_scale_log2: see `online_softmax`.
+      p_scale_log2, slack: see `online_softmax`.
     """
     found = []
     for half, row in enumerate(self.rows):
       reduced = row_reduce if maxima is None else (lambda operation, value, largest=maxima[half]: largest)
-      p, *rest = online_softmax(CUDA, scores[half], self.rules.scaling, m_old[half], l_old[half], reduced, p_scale_log2)
+      old, scaling = (m_old[half], l_old[half]), self.rules.scaling
+      p, *rest = online_softmax(CUDA, scores[half], scaling, *old, reduced, p_scale_log2, slack)
       p = self.rules.weights(p, row, self.first, columns(len(p) // 2), self.masked)
       found.append((p, *rest))
     return Softmax(*(list(x) for x in zip(*found, strict=True)))

@@ -12,6 +12,9 @@ two x a is exact, as is m. See `Scaling.factor`.
 P of 8 bits is raised by a power of two, to use the type's range: m is less by that power, and rounded again. Where m is
 large that would not be exact, and P is not raised.
 
+P is right relative to any m that is not far below the maximum. With `slack` (FlashAttention-4) m_i lags behind it, and
+what was summed need not be brought to a new m_i in most tiles.
+
 Where scores are modified anyway, the maximum is subtracted first, P = exp2((x - m) a), which is right always.
 """
 
@@ -149,6 +152,7 @@ def online_softmax(
   l_old: UOp,
   row_reduce: Callable[[Operation, UOp], UOp],
   p_scale_log2: int = 0,
+  slack: float = 0.0,
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
   """Update the online softmax of one query with this lane's scores of a tile.
 
@@ -160,6 +164,8 @@ def online_softmax(
     l_old: the sum of this lane's P so far.
     row_reduce: applies an operation across all lanes of the query.
     p_scale_log2: P, and with it the sum, is raised by 2**p_scale_log2; see `Scaling.unit`.
+    slack: m_i stays while the largest logit is above it by at most this, in base 2. Then alpha is 1, and P is at most
+      2**slack. Where m_i is so large that `Scaling.factor` is another one, numbers that differ do so by more.
 
   Returns:
     P of this lane's scores, the new m_i, the new sum of this lane's P, and alpha, the factor on what was summed before.
@@ -172,6 +178,8 @@ def online_softmax(
     return dialect.exp2(x)
 
   m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
+  if slack:
+    m_new = (m_new - m_old > slack / scaling.log2).where(m_new, m_old)
   alpha = scaling.alpha(power, m_old, m_new)
   p = [power(x) for x in scaling.exponents(dialect, scores, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
