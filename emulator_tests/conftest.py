@@ -1,9 +1,11 @@
 import contextlib
+import functools
 import gc
 import os
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from uopattn.measure import program
 from uopattn.measure.program import Usage, choose_device
 from uopattn.plan import dispatch
 
-# What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all,
-# on new examples by hypothesis. Otherwise it draws the same in every run, and shows the first that fails as it is: to
-# find a smaller one takes minutes, as each is a kernel to compile.
+# What is run: of each test the cases that notice faults which its others do not; with --kinds one case of each kind;
+# with --values every value of each parameter, and the long tests; with --slow all, on new examples by hypothesis.
+# Otherwise it draws the same in every run, and shows the first that fails as it is: to find a smaller one takes
+# minutes, as each is a kernel to compile.
 QUICK = (Phase.explicit, Phase.generate)
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True, phases=QUICK)
+settings.register_profile("kinds", settings.get_profile("quick"))
 settings.register_profile("values", max_examples=50, deadline=None, derandomize=True, phases=QUICK)
 settings.register_profile("slow", max_examples=400, deadline=None)
 
@@ -46,16 +50,18 @@ ACCUMULATORS = {
 # Kernels made of what others are made of: of the tests that many kernels have, the quick suite runs one of theirs.
 LATER = {"hopper32", "hopper-wide", "amd32", "amd8", "float32", "float8", "turing", "apple32"}
 OF_LATER = "test_matches_the_oracle"
+QUICK_CASES = Path(__file__).with_name("quick.txt")  # written by scripts/mutation --select
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption("--kinds", action="store_true", help="run one case of each kind, not only those in quick.txt")
   parser.addoption("--values", action="store_true", help="run every value of each parameter, and the long tests")
   parser.addoption("--slow", action="store_true", help="run every combination of values too")
   parser.addoption("--no-skips", action="store_true", help="fail what would be skipped")
 
 
 def profile(config: pytest.Config) -> str:
-  return next((name for name in ("slow", "values") if config.getoption(f"--{name}")), "quick")
+  return next((name for name in ("slow", "values", "kinds") if config.getoption(f"--{name}")), "quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,10 +104,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   left: set[pytest.Item] = set()
   for every in tests.values():
     cases = [case for case in every if case.get_closest_marker("slowest") is None]
-    quick = cover(kinds(cases))
-    left.update(quick if chosen == "quick" else cover(cases, quick))
+    of_kinds = cover(kinds(cases))
+    left.update(cover(cases, of_kinds) if chosen == "values" else of_kinds if chosen == "kinds" else quick(of_kinds))
   config.hook.pytest_deselected(items=[item for item in items if item not in left])
   items[:] = [item for item in items if item in left]
+
+
+def quick(cases: list[pytest.Item]) -> list[pytest.Item]:
+  """Those of a test's cases that quick.txt names; all of a test that it does not name at all, as of a new one."""
+  if not cases:
+    return []
+  test = place(cases[0]).split("[")[0]
+  named = {x for x in in_quick() if x.split("[")[0] == test}
+  found = [case for case in cases if place(case) in named]
+  unknown = named - {place(case) for case in found}
+  if unknown and not any("::" in x for x in cases[0].config.args):  # which may name some of the cases alone
+    raise pytest.UsageError(f"quick.txt names {min(unknown)}, which --kinds does not run: scripts/mutation --select")
+  return found or cases
+
+
+def place(case: pytest.Item) -> str:
+  return case.nodeid.removeprefix("emulator_tests/")
+
+
+@functools.cache
+def in_quick() -> tuple[str, ...]:
+  return tuple(QUICK_CASES.read_text().splitlines())
 
 
 def values_of(case: pytest.Item) -> dict[str, object]:

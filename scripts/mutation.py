@@ -1,13 +1,17 @@
 """Finds which tests notice faults of kernels: each of many small faults in a copy of the tree, and the tests that fail.
 
 A fault is one change of an expression or a statement in kernels/ or uopattn/dsl/: a sign, a bound, a number, a
-condition, an order of loads and stores. It is tried on all tests of the quick suite that run a kernel whose file is the
-faulty one or imports it. The record says by which tests each fault was noticed, and the report which tests suffice to
-notice all that were: a greedy set cover, by seconds (Chvatal, 1979). A fault that no test notices is a missing test, or
-changes nothing that matters.
+condition, an order of loads and stores. It is tried on all tests, one case of each kind, that run a kernel whose file
+is the faulty one or imports it. The record says by which tests each fault was noticed, and the report which tests
+suffice to notice all that were: a greedy set cover, by seconds (Chvatal, 1979). A fault that no test notices is a
+missing test, or changes nothing that matters.
 
 Faults are drawn by a seed, and the record is written after each, so that a run can be ended and taken up again. On a
 machine of many cores, `--jobs` faults are tried at a time, each by `--workers` processes.
+
+`--select` tries nothing, and writes from the record which cases the quick suite runs (emulator_tests/quick.txt): of
+each test some short ones that notice every fault which any of its cases notices, or the shortest if none does. Those of
+`test_matches_the_oracle` also have every value of their parameters. The others notice nothing that these do not.
 """
 
 import argparse
@@ -32,6 +36,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "scripts" / "results" / "mutation.json"
 REPORT = ROOT / "scripts" / "results" / "mutation.md"
+QUICK = ROOT / "emulator_tests" / "quick.txt"
+WHOLE = "::test_matches_the_oracle"  # the test of which the quick suite runs every value of each parameter
 OUTCOMES = "UOPATTN_OUTCOMES"  # the file to which pytest, with this module as a plugin, writes what became of each test
 CHOICES = {"Tiles", "preferred", "__post_init__", "serves", "largest_head"}  # what only chooses a kernel
 OTHER_OPERATOR = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv}
@@ -185,11 +191,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def run_tests(tree: Path, tests: list[str], workers: str, seconds: float) -> dict[str, dict[str, Any]] | None:
-  """Run tests, or the quick suite if the list is empty; return `Outcomes`, or None if that takes too many seconds."""
+  """Run tests, or one case of each kind if there are none; return `Outcomes`, or None after too many seconds."""
   with tempfile.TemporaryDirectory() as folder:
     to, listed = Path(folder) / "outcomes.json", Path(folder) / "tests"
     listed.write_text("\n".join(tests))
-    options = ["-p", "mutation", "-p", "no:cacheprovider", "-n", workers, "--dist", "worksteal"]
+    options = ["--kinds", "-p", "mutation", "-p", "no:cacheprovider", "-n", workers, "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *options, *([f"@{listed}"] if tests else [])]
     paths = os.pathsep.join(map(str, (tree, tree / "scripts", *filter(None, [os.environ.get("PYTHONPATH")]))))
     env = os.environ | {OUTCOMES: str(to), "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -232,6 +238,33 @@ def smallest(noticed: list[set[str]], seconds: dict[str, float]) -> list[str]:
   return chosen
 
 
+def quick_cases(record: dict[str, Any], exist: set[str]) -> list[str]:
+  """Return the cases that the quick suite runs, in order, of those that exist; see above."""
+  seconds = {name: x["seconds"] for name, x in record["suite"].items() if name in exist}
+  facts: dict[str, set[object]] = {name: set() for name in seconds}
+  for i, fault in enumerate(record["faults"]):
+    for name in fault["noticed"]:
+      facts.get(name, set()).add(i)
+  tests: dict[str, list[str]] = {}
+  for name in seconds:
+    test, _, values = name.partition("[")
+    tests.setdefault(test, []).append(name)
+    if test.endswith(WHOLE):
+      facts[name].update(values.rstrip("]").split("-"))
+  chosen: list[str] = []
+  for cases in tests.values():
+    noticed = [{case for case in cases if x in facts[case]} for x in set().union(*(facts[case] for case in cases))]
+    chosen += smallest(noticed, seconds) or [min(cases, key=seconds.__getitem__)]
+  return sorted(name.removeprefix("emulator_tests/") for name in chosen)
+
+
+def cases_of_kinds() -> set[str]:
+  """Return the names of all cases that --kinds runs."""
+  command = [sys.executable, "-m", "pytest", "--kinds", "--collect-only", "-q", "-o", "addopts="]
+  listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+  return {line for line in listed.splitlines() if "::" in line}
+
+
 def report(record: dict[str, Any]) -> str:
   """Return the report in Markdown."""
   suite, faults = record["suite"], record["faults"]
@@ -263,12 +296,13 @@ def arguments() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--count", type=int, default=100, help="faults in all (%(default)s)")
   parser.add_argument("--seed", type=int, default=0, help="by which they are drawn (%(default)s)")
-  parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (the quick suite)")
+  parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (all)")
   parser.add_argument("--jobs", type=int, default=1, help="faults tried at a time (%(default)s)")
   parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes for each fault (%(default)s)")
   parser.add_argument("--minutes", type=float, default=600, help="begin no further fault after this time (%(default)s)")
   parser.add_argument("--record", type=Path, default=RECORD, help="JSON, taken up again if it exists (%(default)s)")
   parser.add_argument("--report", type=Path, default=REPORT, help="Markdown (%(default)s)")
+  parser.add_argument("--select", action="store_true", help="write which cases the quick suite runs, and end")
   return parser.parse_args()
 
 
@@ -276,6 +310,9 @@ def main() -> int:
   """Try the faults that the record does not have yet, and write the report."""
   given, start = arguments(), time.monotonic()
   record = json.loads(given.record.read_text()) if given.record.exists() else {"seed": given.seed, "faults": []}
+  if given.select:
+    QUICK.write_text("\n".join(quick_cases(record, cases_of_kinds())) + "\n")
+    return 0
   if record["seed"] != given.seed:
     raise SystemExit(f"--seed {given.seed}: the record {given.record} has seed {record['seed']}; name another --record")
   if "suite" not in record:
