@@ -17,7 +17,7 @@ from uopattn.integrate.handle import Handle, Switch
 from uopattn.plan.dispatch import choose_by
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning.case import WINNERS, is_entry
+from uopattn.tuning.winners import WINNERS, is_entry
 
 FORMAT = 2  # of the exported file
 SWITCH = Switch(lambda undo: None)  # nothing of tinygrad is replaced; its options are the argument `search`

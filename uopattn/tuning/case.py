@@ -25,15 +25,12 @@ from uopattn.plan.target import target_of
 from uopattn.runtime.clang import clang_version
 from uopattn.runtime.gpu import gpu_name
 from uopattn.runtime.machine import cpu_model, cpu_name, installed_version, usable_cores
-from uopattn.runtime.store import Store
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
 
 ALIGNMENT = 64  # elements; where a view begins matters only within them
 Launches = tuple[Launch, ...]  # of a forward pass one, of a backward pass those of all its kernels
 Choice = dict[str, Any]
-WINNERS = Store("uopattn_tuned", "uopattn.tune", "a winner")
-"""An entry has a "key", what was measured; "choice", kernels, tiles and splits; "seconds" of all candidates."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,6 @@ class Case:
   def launches(self, chosen: Choice) -> Launches | None:
     """Return the launches of a `choice`; None if they are not among the candidates."""
     return next((x for x in self.candidates() if choice(x) == chosen), None)
-
-
-def is_entry(x: object) -> bool:
-  """Return whether x has the form of an entry of `WINNERS`."""
-  return isinstance(x, dict) and all(isinstance(x.get(name), dict) for name in ("key", "choice", "seconds"))
 
 
 def choice(launches: Launches) -> Choice:

@@ -18,9 +18,10 @@ from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.runtime.store import Entry
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning.case import WINNERS, Case, Launches, choice, is_entry
+from uopattn.tuning.case import Case, Launches, choice
 from uopattn.tuning.compile import Job, compile_all
 from uopattn.tuning.trial import Trial, unmeasured
+from uopattn.tuning.winners import WINNERS, is_entry
 
 log = logging.getLogger("uopattn")
 KNOWN: dict[Case, Launches] = {}  # in this process
