@@ -34,8 +34,9 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.tuning import command, search
-from uopattn.tuning.case import WINNERS, Case, choice, measured
+from uopattn.tuning.case import Case, choice, measured
 from uopattn.tuning.trial import Trial, unmeasured
+from uopattn.tuning.winners import WINNERS
 
 SHAPE = (1, 2, 1, 20, 24, 16, 16)
 WORDS = ("B=1", "H=2", "HKV=1", "M=20", "N=24", "D=16", "DTYPE=float")
