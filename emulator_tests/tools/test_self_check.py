@@ -203,7 +203,7 @@ def test_a_damaged_verdict_is_found_anew(damage: bytes, here: list[Probe], caplo
   guard.forget()
   launch_on(spec_of(), CPU)
   assert len(here) == 2
-  assert "uopattn.check: a damaged entry is made anew" in caplog.text
+  assert "uopattn.check: a damaged entry is measured anew" in caplog.text
 
 
 def test_a_check_that_ended_its_process_is_a_verdict(here: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:

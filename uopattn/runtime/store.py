@@ -55,7 +55,7 @@ class Store:
     if stored is None:
       return None
     if (entry := _checked(stored)) is None:
-      log.warning("%s: a damaged entry is made anew", self.program)
+      log.warning("%s: a damaged entry is measured anew", self.program)
     return entry
 
   def write(self, entry: Entry) -> bool:
