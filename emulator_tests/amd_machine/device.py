@@ -1,0 +1,115 @@
+"""The emulator's device with AMD's machine code in the place of UOps: renderer, compiler and program."""
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from report_amd import plain_floats
+from tinygrad import Device
+from tinygrad.device import Compiler, TinyELF
+from tinygrad.device import Program as EmulatedProgram
+from tinygrad.helpers import Target
+
+from uopattn.emulator.device import AMD, EMUDevice
+from uopattn.runtime.amd import InstructionRenderer
+
+from .elf import CodeObject
+from .program import Program
+from .workgroup import launch
+
+# llvmlite has no assembler, which only this text in our kernels needs. LLVM writes the same instruction for the other.
+MOVE = re.compile(r'asm "s_mov_b32 \$0, 0x(\w+)", "=s"\(\)')
+
+
+@functools.cache
+def target_machine(arch: str) -> Any:
+  """LLVM's target machine, with the features that tinygrad gives it. Raises ImportError without llvmlite."""
+  import llvmlite.binding as llvm
+
+  llvm.initialize_all_targets()
+  llvm.initialize_all_asmprinters()
+  return llvm.Target.from_triple("amdgcn-amd-amdhsa").create_target_machine(cpu=arch, opt=2, features="+cumode")
+
+
+def compiled(ir: str, arch: str) -> bytes:
+  """Compile LLVM IR for a target as tinygrad does, at -O2; return the code object."""
+  import llvmlite.binding as llvm
+
+  machine = target_machine(arch)
+  module = llvm.parse_assembly(MOVE.sub(r'asm "", "=s,0"(i32 u0x\1)', plain_floats(ir)))
+  tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+  tuning.slp_vectorization = True
+  passes = llvm.create_pass_builder(machine, tuning)
+  passes.getModulePassManager().run(module, passes)
+  found: bytes = machine.emit_object(module)
+  return found
+
+
+class MachineCompiler(Compiler):
+  """LLVM's compiler for a target; results are cached on disk, as tinygrad's own are."""
+
+  def __init__(self, arch: str):
+    import llvmlite
+
+    self.arch = arch
+    super().__init__(f"amd_machine_{arch}_{llvmlite.__version__}")
+
+  def compile(self, src: str) -> bytes:
+    return compiled(src, self.arch)
+
+
+class MachineRenderer(InstructionRenderer):
+  """The renderer of our AMD kernels as LLVM IR, with a compiler that needs no LLVM of the system."""
+
+  def __init__(self, target: Target):
+    """Raises ValueError for a target that is no AMD architecture."""
+    if not target.arch.startswith(AMD):
+      raise ValueError(f"{target.arch!r} is not among the AMD architectures {', '.join(AMD)}")
+    from tinygrad.runtime.support import compiler_llvm
+
+    stock = compiler_llvm.AMDLLVMCompiler
+    compiler_llvm.AMDLLVMCompiler = MachineCompiler  # type: ignore[assignment, misc]
+    try:
+      super().__init__(Target("AMD", "LLVM", target.arch))
+    finally:
+      compiler_llvm.AMDLLVMCompiler = stock  # type: ignore[misc]
+
+
+class MachineProgram(EmulatedProgram["EMUDevice"]):
+  """A kernel's machine code on the emulator's device."""
+
+  seed = 0  # of the order of waves
+  change: Callable[[Program], None] | None = None  # a deliberate fault
+
+  def __init__(self, dev: EMUDevice, obj: TinyELF):
+    super().__init__(dev, obj)
+    self.program = Program(CodeObject.parse(obj.lib), obj.target.arch)
+
+  def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
+    """Execute the kernel; return the seconds it took on this machine. Raises KernelError."""
+    start = time.perf_counter()
+    if MachineProgram.change is not None:
+      MachineProgram.change(self.program)
+    launch(self.program, bufs, global_size, local_size, vals, MachineProgram.seed)
+    return time.perf_counter() - start
+
+
+@contextmanager
+def machine_code(seed: int = 0, change: Callable[[Program], None] | None = None) -> Iterator[None]:
+  """The emulator's device runs AMD's kernels as machine code.
+
+  Args:
+    seed: of the order of waves, and of the times of accesses to LDS.
+    change: what is done to each program before it runs, to see that a fault is noticed.
+  """
+  device = Device["EMU"]
+  before = device.renderers, device.runtime_t, MachineProgram.seed, MachineProgram.change
+  device.renderers, device.runtime_t = [MachineRenderer], MachineProgram  # type: ignore[assignment]
+  MachineProgram.seed, MachineProgram.change = seed, change
+  try:
+    yield
+  finally:
+    device.renderers, device.runtime_t, MachineProgram.seed, MachineProgram.change = before
