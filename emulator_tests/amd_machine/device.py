@@ -3,9 +3,10 @@
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from report_amd import plain_floats
 from tinygrad import Device
@@ -78,11 +79,39 @@ class MachineRenderer(InstructionRenderer):
       compiler_llvm.AMDLLVMCompiler = stock  # type: ignore[misc]
 
 
-class MachineProgram(EmulatedProgram["EMUDevice"]):
-  """A kernel's machine code on the emulator's device."""
+@dataclass(frozen=True)
+class Launch:
+  """A kernel's run, to be repeated: with faults, or in another order.
 
-  seed = 0  # of the order of waves
-  change: Callable[[Program], None] | None = None  # a deliberate fault
+  Attributes:
+    program: its instructions.
+    buffers: the bytes of each buffer before the run.
+    global_size, local_size, arguments: see `launch`.
+  """
+
+  program: Program
+  buffers: tuple[bytes, ...]
+  global_size: tuple[int, ...]
+  local_size: tuple[int, ...]
+  arguments: tuple[int, ...]
+
+  def run(self, program: Program | None = None, seed: int = 0) -> list[bytearray]:
+    """Return the buffers after a run of this program, or of a changed one. Raises KernelError."""
+    buffers = [bytearray(x) for x in self.buffers]
+    launch(program or self.program, buffers, self.global_size, self.local_size, self.arguments, seed)
+    return buffers
+
+
+class MachineProgram(EmulatedProgram["EMUDevice"]):
+  """A kernel's machine code on the emulator's device.
+
+  Attributes:
+    seed: of the order of waves; see `launch`.
+    launches: of all kernels, since `machine_code` began.
+  """
+
+  seed = 0
+  launches: ClassVar[list[Launch]] = []
 
   def __init__(self, dev: EMUDevice, obj: TinyELF):
     super().__init__(dev, obj)
@@ -91,25 +120,24 @@ class MachineProgram(EmulatedProgram["EMUDevice"]):
   def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
     """Execute the kernel; return the seconds it took on this machine. Raises KernelError."""
     start = time.perf_counter()
-    if MachineProgram.change is not None:
-      MachineProgram.change(self.program)
+    buffers = tuple(bytes(x) for x in bufs)
+    self.launches.append(Launch(self.program, buffers, tuple(global_size), tuple(local_size), tuple(vals)))
     launch(self.program, bufs, global_size, local_size, vals, MachineProgram.seed)
     return time.perf_counter() - start
 
 
 @contextmanager
-def machine_code(seed: int = 0, change: Callable[[Program], None] | None = None) -> Iterator[None]:
-  """The emulator's device runs AMD's kernels as machine code.
+def machine_code(seed: int = 0) -> Iterator[list[Launch]]:
+  """The emulator's device runs AMD's kernels as machine code; yields the list of what was launched so far.
 
   Args:
     seed: of the order of waves, and of the times of accesses to LDS.
-    change: what is done to each program before it runs, to see that a fault is noticed.
   """
-  device = Device["EMU"]
-  before = device.renderers, device.runtime_t, MachineProgram.seed, MachineProgram.change
+  device, launches = Device["EMU"], list[Launch]()
+  before = device.renderers, device.runtime_t, MachineProgram.seed, MachineProgram.launches
   device.renderers, device.runtime_t = [MachineRenderer], MachineProgram  # type: ignore[assignment]
-  MachineProgram.seed, MachineProgram.change = seed, change
+  MachineProgram.seed, MachineProgram.launches = seed, launches
   try:
-    yield
+    yield launches
   finally:
-    device.renderers, device.runtime_t, MachineProgram.seed, MachineProgram.change = before
+    device.renderers, device.runtime_t, MachineProgram.seed, MachineProgram.launches = before

@@ -23,12 +23,12 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 def maximum(a: Array, b: Array) -> Array:
   """The larger, or that which is no NaN; 0 is larger than -0."""
-  return np.where((a == b) & np.signbit(a), b, np.fmax(a, b))
+  return np.where(a == b, np.where(np.signbit(a), b, a), np.fmax(a, b))
 
 
 def minimum(a: Array, b: Array) -> Array:
   """The smaller, or that which is no NaN; -0 is smaller than 0."""
-  return np.where((a == b) & np.signbit(b), b, np.fmin(a, b))
+  return np.where(a == b, np.where(np.signbit(a), a, b), np.fmin(a, b))
 
 
 def maximum3(a: Array, b: Array, c: Array) -> Array:

@@ -90,6 +90,8 @@ def converted(value: Value, kind: str) -> Value:
   """The number as another type: `32'I(x)`, and what an assignment does."""
   if value.type == kind:
     return value
+  if not re.fullmatch("bool|[ui](8|16|32|64)|f(16|32|64)", kind):
+    raise Untranslatable(f"the type {kind}")
   if value.is_literal:
     if kind == "bool":
       return Value(f"np.bool_({int(value.text) != 0})", "bool")

@@ -1,5 +1,8 @@
 """A kernel's machine code, decoded into instructions that run."""
 
+import copy
+from dataclasses import replace
+
 from tinygrad.renderer.amd import decode_inst
 from tinygrad.renderer.amd.dsl import Inst
 
@@ -47,7 +50,11 @@ def step_of(i: Instruction) -> Step:
 
 
 class Program:
-  """The instructions of a kernel by their places. Raises UnknownInstruction."""
+  """The instructions of a kernel by their places. Raises UnknownInstruction.
+
+  Attributes:
+    lds_unit: bytes of the smallest access to LDS.
+  """
 
   def __init__(self, code: CodeObject, arch: str):
     self.code, self.target = code, MachineTarget.of(arch)
@@ -59,7 +66,16 @@ class Program:
       i.step = step_of(i)
       self.instructions[place] = i
       place = i.next
-    partial = any(
-      type(i.inst).__name__ == "DS" and i.name.endswith(("8", "16", "D16_HI")) for i in self.instructions.values()
-    )
-    self.lds_unit = 1 if partial else 4  # bytes of the smallest access to LDS
+    of_lds = [i.name for i in self.instructions.values() if type(i.inst).__name__ == "DS"]
+    self.lds_unit = 1 if any(x.endswith(("8", "16", "D16_HI")) for x in of_lds) else 4
+
+  def changed(self, place: int, inst: Inst | None) -> "Program":
+    """Return a copy in which another instruction stands at a place, or none: a deliberate fault."""
+    result, old = copy.copy(self), self.instructions[place]
+    if inst is None:
+      new = replace(old, step=Step(lambda w: None))
+    else:
+      new = replace(old, inst=inst, name=name_of(inst))
+      new.step = step_of(new)
+    result.instructions = self.instructions | {place: new}
+    return result

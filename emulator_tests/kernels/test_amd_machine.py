@@ -3,19 +3,28 @@
 All other tests of these kernels run their UOps. See emulator_tests/README.md for what these see and what not.
 """
 
+import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from amd_machine.device import machine_code
+from amd_machine.control import TIMING
+from amd_machine.device import Launch, machine_code
+from amd_machine.errors import KernelError
+from amd_machine.instruction import Instruction
+from amd_machine.program import Program
 from conformance import SUBJECTS, Sizes, Subject
-from conformance_backward import BFLOAT, FLOAT, HALF, Case, machine
+from conformance_backward import BFLOAT, FLOAT, HALF, SHAPES, Case, check_backward, machine
 from helpers import on_device
+from test_forward_features import FEATURES, TOGETHER, check_run
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
+from tinygrad.renderer.amd.dsl import Inst
 
 from uopattn import attention
+from uopattn.kernels import amd_forward
 
 pytest.importorskip("llvmlite", reason="LLVM for AMD comes with llvmlite, which is not installed")
 
@@ -24,10 +33,10 @@ E4M3, E5M2 = dtypes.fp8e4m3, dtypes.fp8e5m2
 
 
 @pytest.fixture(autouse=True)
-def as_machine_code() -> Iterator[None]:
+def launches() -> Iterator[list[Launch]]:
   """Kernels run as machine code, and waves in random order."""
-  with machine_code(seed=7):
-    yield
+  with machine_code(seed=7) as found:
+    yield found
 
 
 def check(subject: Subject, arch: str, sizes: Sizes, dtype: DType, tiles: Any = None, **options: Any) -> None:
@@ -60,6 +69,7 @@ FORWARD: dict[str, tuple[DType, Sizes, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.kinds(arch=ARCHES)
 @pytest.mark.each("arch", "case", evenly=True)
 @pytest.mark.parametrize(
   ("arch", "case"),
@@ -79,6 +89,7 @@ def check_gradients(arch: str, sizes: Sizes, dtype: DType, **options: Any) -> No
     Case.of(found, sizes, options).check(found.small())
 
 
+@pytest.mark.kinds(arch=ARCHES)
 @pytest.mark.each("arch", "case", evenly=True)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("case", BACKWARD)
@@ -91,3 +102,126 @@ def test_halves_of_registers_are_cleared() -> None:
   """On gfx942 LLVM relies on conversions to float16 to clear the other half of a register."""
   with machine("gfx942").device():
     Case.of(machine("gfx942"), (2, 1, 1, 50, 77, 33, 18)).check()
+
+
+# ** conformance **
+
+NAMES = ("amd", "amd32", "amd8")
+CASES = [
+  pytest.param(name, arch, dtype, shape, id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{shape}")
+  for name in NAMES
+  for arch in SUBJECTS[name].arches
+  for dtype in SUBJECTS[name].dtypes
+  for shape in SUBJECTS[name].shapes
+]
+IS_CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+@pytest.mark.slowest
+@IS_CAUSAL
+@pytest.mark.parametrize(("name", "arch", "dtype", "shape"), CASES)
+def test_conformance(name: str, arch: str, dtype: DType, shape: str, is_causal: bool) -> None:
+  subject = SUBJECTS[name]
+  check(subject, arch, subject.shapes[shape], dtype, is_causal=is_causal, q_start=0)
+
+
+@pytest.mark.slowest
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("feature", [*FEATURES, *TOGETHER])
+def test_each_feature(feature: str, arch: str) -> None:
+  with SUBJECTS["amd"].on(arch):
+    check_run(SUBJECTS["amd"], arch, **(FEATURES | TOGETHER)[feature])
+
+
+@pytest.mark.slowest
+@IS_CAUSAL
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=str)
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_conformance_of_gradients(shape: str, arch: str, dtype: DType, is_causal: bool) -> None:
+  check_backward(machine(arch, dtype), SHAPES[shape], {"is_causal": True, "q_start": 3} if is_causal else {})
+
+
+# ** deliberate faults **
+
+
+@pytest.fixture
+def forward(request: pytest.FixtureRequest, launches: list[Launch]) -> Launch:
+  """A forward kernel with two waves and three tiles of keys, as it was launched on the architecture of the test."""
+  arch = request.node.callspec.params["arch"]
+  tiles = amd_forward.Tiles(arch, 2, 1, 32)
+  check(SUBJECTS["amd"], arch, (1, 1, 1, 50, 77, 24, 16), HALF, tiles, is_causal=True)
+  return launches[-1]
+
+
+@functools.cache
+def output(launch: Launch, program: Program | None = None) -> np.ndarray:
+  """The output of a run. Raises KernelError."""
+  return np.frombuffer(launch.run(program, seed=3)[0], np.float16).astype(np.float32)
+
+
+def noticed(launch: Launch, place: int, inst: Inst | None) -> bool:
+  """Whether a program with another instruction at a place, or none, raises an error or gives another output."""
+  try:
+    return not np.allclose(output(launch, launch.program.changed(place, inst)), output(launch), atol=1e-2)
+  except KernelError:
+    return True
+
+
+def named(launch: Launch, *names: str) -> list[Instruction]:
+  found = [i for i in launch.program.instructions.values() if i.name.startswith(names)]
+  assert found
+  return found
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+def test_the_order_of_waves_does_not_matter(arch: str, forward: Launch) -> None:
+  assert forward.run(seed=1) == forward.run(seed=2)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_missing_barrier_is_noticed(arch: str, forward: Launch) -> None:
+  for i in named(forward, "S_BARRIER"):
+    with pytest.raises(KernelError, match=r"no barrier between|barrier that it has not reached"):
+      forward.run(forward.program.changed(i.place, None), seed=3)
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+def test_a_missing_wait_is_noticed(arch: str, forward: Launch) -> None:
+  waits = [i for i in named(forward, "S_WAIT") if i.name not in TIMING]
+  missed = [str(i) for i in waits if not noticed(forward, i.place, None)]
+  assert len(missed) <= 1 < len(waits) - 6, missed  # of LLVM's own, some wait for what has arrived
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
+def test_memory_that_is_not_written_is_noticed(arch: str, forward: Launch) -> None:
+  for i in named(forward, "DS_STORE", "DS_WRITE"):
+    assert noticed(forward, i.place, None), i
+
+
+EXCHANGED = {"V_SUB_F32": "V_ADD_F32", "V_MUL_F32": "V_SUB_F32", "V_EXP_F32": "V_RCP_F32", "V_ADD_F32": "V_SUB_F32"}
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
+def test_another_opcode_is_noticed(arch: str, forward: Launch) -> None:
+  changed = []
+  for i in named(forward, *EXCHANGED):
+    if type(i.inst).__name__ in ("VOP1", "VOP2") and i.name in EXCHANGED:
+      other = copy.copy(i.inst)
+      other.op = type(i.inst.op)[f"{EXCHANGED[i.name]}_E32"]  # type: ignore[attr-defined]
+      changed.append((str(i), noticed(forward, i.place, other)))
+  missed = [name for name, seen in changed if not seen]
+  assert len(missed) <= len(changed) // 5, missed
+  assert len(changed) > 10
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
+def test_a_negative_operand_is_noticed(arch: str, forward: Launch) -> None:
+  """Of fused multiply-adds and of WMMA."""
+  for i in named(forward, "V_FMA_F32", "V_WMMA"):
+    if type(i.inst).__name__ in ("VOP3", "VOP3P"):
+      other = copy.copy(i.inst)
+      other.neg = 1  # type: ignore[attr-defined]
+      if i.name.startswith("V_WMMA"):
+        other.neg_hi = 1  # type: ignore[attr-defined]
+      assert noticed(forward, i.place, other), i
