@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from report_amd import plain_floats
+from report_amd import for_clang, plain_floats, to_ir
 from tinygrad import Device
 from tinygrad.device import Compiler, TinyELF
 from tinygrad.device import Program as EmulatedProgram
 from tinygrad.helpers import Target
+from tinygrad.renderer import Renderer
+from tinygrad.renderer.cstyle import HIPRenderer
 
 from uopattn.emulator.device import AMD, EMUDevice
-from uopattn.runtime.amd import InstructionRenderer
+from uopattn.runtime.amd import InstructionRenderer, extended
 
 from .elf import CodeObject
 from .program import Program
@@ -79,6 +81,34 @@ class MachineRenderer(InstructionRenderer):
       compiler_llvm.AMDLLVMCompiler = stock  # type: ignore[misc]
 
 
+# Of AMD's device library, as single instructions, which it makes of them for numbers that are not subnormal.
+OCML = "".join(
+  f"""
+extern "C" __attribute__((device)) float __ocml_{name}_f32(float x) {{ return {builtin}(x); }}"""
+  for name, builtin in (("log2", "__builtin_amdgcn_logf"), ("exp2", "__builtin_amdgcn_exp2f"))
+)
+
+
+class HIPCompiler(MachineCompiler):
+  """clang for HIP, and LLVM for its result."""
+
+  def __init__(self, arch: str):
+    super().__init__(arch)
+    self.cachekey = f"{self.cachekey}_hip_ocml"
+
+  def compile(self, src: str) -> bytes:
+    return super().compile(to_ir(for_clang(src) + OCML, self.arch))
+
+
+def hip_renderer(target: Target) -> Renderer:
+  """The renderer of our AMD kernels in HIP. Raises ValueError for a target that is no AMD architecture."""
+  if not target.arch.startswith(AMD):
+    raise ValueError(f"{target.arch!r} is not among the AMD architectures {', '.join(AMD)}")
+  renderer = extended(HIPRenderer(Target("AMD", "HIPCC", target.arch), use_hipcc=True))
+  renderer.compiler = HIPCompiler(target.arch)
+  return renderer
+
+
 @dataclass(frozen=True)
 class Launch:
   """A kernel's run, to be repeated: with faults, or in another order.
@@ -127,15 +157,17 @@ class MachineProgram(EmulatedProgram["EMUDevice"]):
 
 
 @contextmanager
-def machine_code(seed: int = 0) -> Iterator[list[Launch]]:
+def machine_code(seed: int = 0, hip: bool = False) -> Iterator[list[Launch]]:
   """The emulator's device runs AMD's kernels as machine code; yields the list of what was launched so far.
 
   Args:
     seed: of the order of waves, and of the times of accesses to LDS.
+    hip: kernels are rendered in HIP, which clang compiles, not as LLVM IR.
   """
   device, launches = Device["EMU"], list[Launch]()
   before = device.renderers, device.runtime_t, MachineProgram.seed, MachineProgram.launches
-  device.renderers, device.runtime_t = [MachineRenderer], MachineProgram  # type: ignore[assignment]
+  device.renderers = [hip_renderer if hip else MachineRenderer]  # type: ignore[list-item]
+  device.runtime_t = MachineProgram  # type: ignore[assignment]
   MachineProgram.seed, MachineProgram.launches = seed, launches
   try:
     yield launches

@@ -39,7 +39,7 @@ class CodeObject:
     """Read the only kernel of a relocatable ELF file.
 
     Raises:
-      ValueError: it has none or several, or its code needs relocation.
+      ValueError: it has none or several, or its code refers to what is outside of it.
     """
     (start,) = struct.unpack_from("<Q", elf, 40)
     size, count, names = struct.unpack_from("<HHH", elf, 58)
@@ -59,7 +59,7 @@ class CodeObject:
         for name, _, _, section, place, length in struct.iter_unpack("<IBBHQQ", table):
           symbols[text_at(strings, name)] = section, place, length
       if header[1] == SHT_RELA and section_names[header[7]] == ".text":
-        raise ValueError("the machine code needs relocation, which is not supported")
+        raise ValueError("machine code that calls or reads what is outside of it is not supported")
     kernels = [name.removesuffix(DESCRIPTOR) for name in symbols if name.endswith(DESCRIPTOR)]
     if len(kernels) != 1:
       raise ValueError(f"a code object of one kernel is accepted, not of {kernels}")

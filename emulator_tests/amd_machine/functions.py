@@ -211,8 +211,55 @@ def is_of_class(x: Array, classes: Array) -> Array:
   return classes >> place.astype(U32) & U32(1) != 0
 
 
-# Of S0, S1 -> a bit for each lane.
-COMPARISONS: dict[str, Callable[..., Array]] = {"V_CMP_CLASS_F32": is_of_class}
+def exponents(x: Array) -> Array:
+  """The biased exponents of float32."""
+  return ((x.view(U32) >> U32(23)) & U32(0xFF)).astype(np.int32)
+
+
+def is_subnormal(x: Array) -> Array:
+  return (np.abs(x) < np.finfo(F32).tiny) & (x != 0)
+
+
+def division_scaled(a: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
+  """V_DIV_SCALE_F32: a, one of the others, scaled by 2^64 or 2^-64, and whether the quotient must be scaled."""
+  x, d, n = (y.view(F32) for y in (a, denominator, numerator))
+  by_d, by_n = a == denominator, a == numerator
+  far = exponents(n) - exponents(d) >= 96
+  tiny_inverse, tiny = np.abs(1 / d.astype(np.float64)) < np.finfo(F32).tiny, is_subnormal(n / d)
+  zero = (d == 0) | (n == 0)
+  cases = [zero, far, is_subnormal(d), tiny_inverse & tiny, tiny_inverse, tiny, exponents(n) <= 23]
+  larger, smaller = x * F32(2.0**64), x * F32(2.0**-64)
+  values: list[Any] = [F32(np.nan), np.where(by_d, larger, x), larger, np.where(by_d, larger, x), smaller]
+  values += [np.where(by_n, larger, x), larger]
+  scales = np.logical_not(zero) & (far | np.logical_not(is_subnormal(d)) & tiny)
+  found: Array = np.select(cases, values, x)
+  return found.astype(F32).view(U32), scales
+
+
+def division_fma(a: Array, b: Array, c: Array, scales: Array) -> tuple[Array]:
+  """V_DIV_FMAS_F32: a b + c, times 2^32 (as the manuals have it) where V_DIV_SCALE_F32 says so."""
+  value = fma(*(x.view(F32) for x in (a, b, c)))
+  return (np.where(scales, value * F32(2.0**32), value).view(U32),)
+
+
+def division_fixed(a: Array, denominator: Array, numerator: Array) -> Array:
+  """V_DIV_FIXUP_F32: the quotient a, or what it is for NaN, infinities and zeros."""
+  d, n = denominator.view(F32), numerator.view(F32)
+  sign = (denominator ^ numerator) & U32(0x80000000)
+  quotient = (a & U32(0x7FFFFFFF)) | sign
+  infinite_d, infinite_n = np.isinf(d), np.isinf(n)
+  invalid = ((d == 0) & (n == 0)) | (infinite_d & infinite_n)
+  cases = [np.isnan(n), np.isnan(d), invalid, (d == 0) | infinite_n, infinite_d | (n == 0)]
+  values = [numerator | U32(0x400000), denominator | U32(0x400000), U32(0xFFC00000), sign | U32(0x7F800000), sign]
+  return np.select(cases, values, quotient).astype(U32)
+
+
+# As BY_HAND, with the names of what they take and of what they return; see `pcode.Translation`.
+WITH_LANES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., tuple[Array, ...]]]] = {
+  "V_CMP_CLASS_F32": (("S0", "S1"), ("D0_lanes",), lambda x, classes: (is_of_class(x, classes),)),
+  "V_DIV_SCALE_F32": (("S0", "S1", "S2"), ("D0", "VCC_lanes"), division_scaled),
+  "V_DIV_FMAS_F32": (("S0", "S1", "S2", "LANES"), ("D0",), division_fma),
+}
 # By the name of the instruction without its encoding (_E32, _E64): of S0, S1, .. -> D0.
 BY_HAND: dict[str, Callable[..., Array]] = {
   "V_MAX_F32": floats(maximum),
@@ -227,6 +274,7 @@ BY_HAND: dict[str, Callable[..., Array]] = {
   "S_MAX_NUM_F32": floats(maximum),
   "S_MIN_NUM_F32": floats(minimum),
   "V_CVT_PK_F16_F32": pair_of_halves,
+  "V_DIV_FIXUP_F32": division_fixed,
   "V_BFREV_B32": reversed_bits,
   "V_LDEXP_F32": scaled,
   "V_MAD_U64_U32": product_plus,

@@ -44,13 +44,19 @@ class Function(Protocol):
 class Operation:
   """The function of an instruction, its inputs and outputs by name; see `pcode.Translation`."""
 
+  inputs: tuple[str, ...]
+  outputs: tuple[str, ...]
+  function: Callable[..., tuple[Any, ...]]
+
   def __init__(self, name: str, family: str, wide: frozenset[str], sources: int):
-    compares = plain(name) in functions.COMPARISONS
-    hand = (functions.COMPARISONS if compares else functions.BY_HAND).get(plain(name))
+    if plain(name) in functions.WITH_LANES:
+      self.inputs, self.outputs, self.function = functions.WITH_LANES[plain(name)]
+      return
+    hand = functions.BY_HAND.get(plain(name))
     if hand is not None:
-      self.inputs: tuple[str, ...] = tuple(f"S{i}" for i in range(sources))
-      self.outputs: tuple[str, ...] = ("D0_lanes",) if compares else ("D0",)
-      self.function: Callable[..., tuple[Any, ...]] = lambda *x: (hand(*x),)
+      self.inputs = tuple(f"S{i}" for i in range(sources))
+      self.outputs = ("D0",)
+      self.function = lambda *x: (hand(*x),)
       return
     forms = (name, f"{plain(name)}_E32", f"{plain(name)}_E64")
     text = next((pseudocode(family)[x] for x in forms if x in pseudocode(family)), None)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from tinygrad.renderer.amd import decode_inst
 from tinygrad.renderer.amd.dsl import Inst
+from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
 
 from . import alu, control, lanes, matrix, memory
 from .elf import CodeObject
@@ -14,17 +15,21 @@ from .operation import plain
 from .target import MachineTarget
 
 LONGEST = {"rdna3": 12, "rdna4": 12, "cdna": 8}  # bytes of an instruction
+BUFFER = 0b111000  # the highest bits of a buffer instruction's first word
 SCALED = 0xD3AC  # CDNA4's matrix instructions with scales have 16 bytes, which begin so
 
 
 def decoded(code: bytes, target: MachineTarget) -> Inst:
   """Decode the instruction at the beginning of `code`.
 
-  tinygrad's decoder takes any 8 bytes before a matrix instruction of CDNA4 for its scales, so it gets no more.
+  tinygrad's decoder takes any 8 bytes before a matrix instruction of CDNA4 for its scales, so it gets no more. It does
+  not look for RDNA3's buffer instructions.
   """
   if target.cdna and int.from_bytes(code[2:4], "little") == SCALED:
     raise UnknownInstruction(f"{target.arch}: a matrix instruction with scales, encoding {code[:16].hex()}")
   try:
+    if target.family == "rdna3" and code[3] >> 2 == BUFFER:
+      return MUBUF.from_bytes(code)
     return decode_inst(code[: LONGEST[target.family]], target.family)
   except (ValueError, AssertionError) as error:
     raise UnknownInstruction(f"{target.arch}: encoding {code[:8].hex()} is no instruction: {error}") from error

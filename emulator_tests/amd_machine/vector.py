@@ -35,7 +35,7 @@ def vector(i: Instruction) -> Step:
   operation = operation_of(i, sources)
   given: dict[str, Fetch] = {f"S{n}": x.fetch for n, x in enumerate(sources)}
   mask = VCC
-  if encoding.startswith("VOP3") and "src2" in fields:
+  if encoding.startswith("VOP3") and "src2" in fields and "DIV_FMAS" not in i.name:
     mask = register(inst, "src2")
   literal = np.array([[inst._literal or 0]], U32)
   destination = Destination(i)

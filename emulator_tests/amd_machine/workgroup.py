@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from tinygrad.helpers import round_up
 
 from .errors import KernelError
 from .memory import LDS, Global, Scratch
@@ -15,7 +16,8 @@ from .wave import Wave
 
 LONGEST_TURN = 400  # instructions
 MOST_INSTRUCTIONS = 10_000_000  # of a wave
-KERNARG_POINTER, PRELOAD = 8, 0x7F  # of the properties
+KERNARG_POINTER = 8  # of the properties
+KERNARG_ALIGNED = 64  # bytes; LLVM reads arguments in up to 64 bytes, also where the last of these are none
 
 
 class Workgroup:
@@ -123,7 +125,8 @@ def launch(
   """
   pointers = [Global.address(1 + n) for n in range(len(buffers))]
   kernarg = struct.pack(f"<{len(pointers)}Q{len(arguments)}i", *pointers, *arguments)
-  memory = Global([bytearray(kernarg), *buffers])
+  size = round_up(max(len(kernarg), program.code.kernarg_bytes), KERNARG_ALIGNED)
+  memory = Global([kernarg.ljust(size, b"\xa5"), *buffers])
   source = random.Random(seed)
   places = list(product(*(range(n) for n in global_size)))
   source.shuffle(places)

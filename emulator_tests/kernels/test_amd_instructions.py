@@ -141,6 +141,30 @@ def test_a_product_of_64_bits() -> None:
   assert (got.v[0][0], got.v[1][0]) == (2, 0xFFFFFFFE)
 
 
+def test_division() -> None:
+  """The sequence that LLVM makes of a division that is right to the last bit."""
+  rng = np.random.default_rng(0)
+  x, y = (rng.standard_normal(32).astype(F32) * F32(2.0) ** rng.integers(-40, 40, 32).astype(F32) for _ in range(2))
+  x[:6], y[:6] = [0, 0, 1, INF, 1, NAN], [0, 3, 0, INF, INF, 1]
+  one = 1.0
+  code = [
+    R3.v_div_scale_f32(v[3], NULL, v[2], v[2], v[1]),
+    R3.v_div_scale_f32(v[4], VCC_LO, v[1], v[2], v[1]),
+    R3.v_rcp_f32_e32(v[5], v[3]),
+    R3.v_fma_f32(v[6], -v[3], v[5], one),
+    R3.v_fmac_f32_e32(v[5], v[6], v[5]),
+    R3.v_mul_f32_e32(v[6], v[4], v[5]),
+    R3.v_fma_f32(v[7], -v[3], v[6], v[4]),
+    R3.v_fmac_f32_e32(v[6], v[7], v[5]),
+    R3.v_fma_f32(v[7], -v[3], v[6], v[4]),
+    R3.v_div_fmas_f32(v[7], v[7], v[5], v[6]),
+    R3.v_div_fixup_f32(v[0], v[7], v[2], v[1]),
+  ]
+  got = run("gfx1100", code, {1: bits(x), 2: bits(y)}).v[0].view(F32)
+  with np.errstate(all="ignore"):
+    np.testing.assert_array_equal(got, x / y)
+
+
 def test_masks() -> None:
   code = [R3.v_cmp_lt_i32_e32(v[1], v[2]), R3.v_cndmask_b32_e32(v[0], v[1], v[2]), R3.s_and_saveexec_b32(s[4], VCC_LO)]
   code += [R3.v_mov_b32_e32(v[5], 7), R3.s_or_b32(EXEC_LO, EXEC_LO, s[4])]
@@ -158,10 +182,15 @@ def test_dual_instructions_read_before_they_write() -> None:
 
 
 def test_halves_of_registers() -> None:
-  """RDNA3 keeps the half that a 16-bit result does not fill; CDNA clears it, but for fused multiply-adds."""
+  """RDNA3 keeps the half that a 16-bit result does not fill; CDNA clears it, but for fused multiply-adds.
+
+  On CDNA registers from 128 on are no names of halves.
+  """
   assert run("gfx1100", [R3.v_cvt_f16_f32_e32(v[0], v[1])], {0: 0x12345678, 1: bits(1)}).v[0][0] == 0x12343C00
   assert run("gfx942", [C.v_cvt_f16_f32_e32(v[0], v[1])], {0: 0x12345678, 1: bits(1)}).v[0][0] == 0x00003C00
   assert run("gfx1100", [R3.v_mov_b16_e32(v[0].h, v[1])], {0: 0x12345678, 1: 0xABCD}).v[0][0] == 0xABCD5678
+  got = run("gfx942", [C.v_cvt_f16_f32_e32(v[152], v[129])], {24: 7, 129: bits(1)})
+  assert (got.v[24][0], got.v[152][0]) == (7, 0x00003C00)
   mix = C.v_mad_mixhi_f16(v[0], v[1], v[1], v[1], opsel=0, opsel_hi=0, opsel_hi2=0)
   assert run("gfx942", [mix], {0: 0x12345678, 1: bits(1)}).v[0][0] == 0x40005678
 

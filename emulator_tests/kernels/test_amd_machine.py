@@ -16,8 +16,9 @@ from amd_machine.errors import KernelError
 from amd_machine.instruction import Instruction
 from amd_machine.program import Program
 from conformance import SUBJECTS, Sizes, Subject
-from conformance_backward import BFLOAT, FLOAT, HALF, SHAPES, Case, check_backward, machine
+from conformance_backward import BFLOAT, FLOAT, HALF, SHAPES, Case, Machine, check_backward, machine
 from helpers import on_device
+from test_delta import test_matches_the_definition as check_delta
 from test_forward_features import FEATURES, TOGETHER, check_run
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
@@ -98,10 +99,23 @@ def test_gradients(arch: str, case: str) -> None:
   check_gradients(arch, (1, 2, 1, 40, 50, 24, 16), dtype, is_causal=is_causal)
 
 
-def test_halves_of_registers_are_cleared() -> None:
-  """On gfx942 LLVM relies on conversions to float16 to clear the other half of a register."""
+def test_registers_of_halves() -> None:
+  """On gfx942 a float16 has a register of its own, whose other half is cleared; this kernel uses more than 128."""
   with machine("gfx942").device():
-    Case.of(machine("gfx942"), (2, 1, 1, 50, 77, 33, 18)).check()
+    Case.of(machine("gfx942"), (1, 2, 1, 50, 77, 33, 18)).check()
+
+
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx1100", marks=pytest.mark.slow)])
+def test_delta(arch: str) -> None:
+  check_delta(arch, (3, 37, 24), HALF)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gfx1100", "gfx1201"))])
+def test_hip(arch: str) -> None:
+  """Kernels that clang compiles from HIP; not every clang knows gfx950."""
+  with machine_code(seed=7, hip=True):
+    check(SUBJECTS["amd"], arch, (1, 4, 2, 50, 77, 64, 64), HALF, is_causal=True)
+    check_gradients(arch, (1, 2, 1, 40, 50, 24, 16), HALF, is_causal=True)
 
 
 # ** conformance **
@@ -140,6 +154,14 @@ def test_each_feature(feature: str, arch: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_conformance_of_gradients(shape: str, arch: str, dtype: DType, is_causal: bool) -> None:
   check_backward(machine(arch, dtype), SHAPES[shape], {"is_causal": True, "q_start": 3} if is_causal else {})
+
+
+@pytest.mark.slowest
+@pytest.mark.parametrize(("arch", "dtype"), [("gfx942", HALF), ("gfx950", BFLOAT), ("gfx1100", HALF)])
+def test_separate_gradients(arch: str, dtype: DType) -> None:
+  found = Machine("amd separate", arch, dtype)
+  with found.device():
+    Case.of(found, (1, 2, 1, 40, 36, 256, 256), {"is_causal": True}).check()
 
 
 # ** deliberate faults **
