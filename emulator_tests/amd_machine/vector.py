@@ -24,6 +24,7 @@ U32, U64, F32 = np.uint32, np.uint64, np.float32
 KEEPS_HALF = re.compile(
   r"V_(MAD|FMA|DIV_FIXUP)_(F16|U16|I16)|V_(MAD|FMA)_MIX(LO|HI)_F16|V_CVT_PK_(FP8|BF8)_F32|V_CVT_SR"
 )
+SATURATED = re.compile(r"V_(ADD|SUB|SUBREV)_(?:NC_)?([UI])(16|32)")  # with a clamp
 SELECTED = {0: (0, 8), 1: (8, 8), 2: (16, 8), 3: (24, 8), 4: (0, 16), 5: (16, 16), 6: (0, 32)}  # SDWA: shift, bits
 
 
@@ -115,6 +116,8 @@ def finished(i: Instruction, function: Callable[..., Any], outputs: tuple[str, .
   clamp = raw(i.inst, "clmp") if "clmp" in fields else 0
   if not omod and not clamp:
     return function
+  if clamp and (found := SATURATED.fullmatch(i.name)):
+    return saturated(*found.groups())
   if info(i.inst, "vdst")[1].name != "FMT_NUM_F32" or outputs != ("D0",):
     raise Untranslatable("an output modifier of a result that is no float32")
   factor = F32({0: 1, 1: 2, 2: 4, 3: 0.5}[omod])
@@ -123,6 +126,20 @@ def finished(i: Instruction, function: Callable[..., Any], outputs: tuple[str, .
     value = function(*operands)[0].view(F32) * factor
     value = np.where(np.isnan(value), F32(0), np.clip(value, F32(0), F32(1))) if clamp else value
     return (value.view(U32),)
+
+  return run
+
+
+def saturated(operation: str, kind: str, bits: str) -> Callable[..., Any]:
+  """A sum or difference of integers that stays in the range of its type."""
+  dtype = np.dtype(f"{kind.lower()}{int(bits) // 8}")
+  sign = 1 if operation == "ADD" else -1
+  unsigned = np.dtype(f"u{dtype.itemsize}")
+
+  def run(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray]:
+    x, y = (z.astype(unsigned).view(dtype).astype(np.int64) for z in ((b, a) if operation == "SUBREV" else (a, b)))
+    limits = np.iinfo(dtype)
+    return (np.clip(x + sign * y, limits.min, limits.max).astype(dtype).view(unsigned).astype(U32),)
 
   return run
 

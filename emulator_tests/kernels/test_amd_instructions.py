@@ -94,6 +94,8 @@ ARITHMETIC: list[tuple[Any, Any, Any, Any]] = [
   (R3.v_and_or_b32(v[0], v[1], 15, v[2]), [0x1234], [0x100], [0x104]),
   (R3.v_med3_f32(v[0], v[1], v[2], 1.0), bits([5, 0.5, 3]), bits([0, 0.25, 2]), bits([1, 0.5, 2])),
   (R3.v_fma_f32(v[0], v[1], v[2], -v[2]), bits(3), bits(2), bits(4)),
+  (R3.v_sub_nc_u32_e64(v[0], v[1], v[2], clmp=1), [3, 7], [5, 2], [0, 5]),
+  (R3.v_add_nc_i32(v[0], v[1], v[2], clmp=1), [0x7FFFFFFF, 7], [5, 2], [0x7FFFFFFF, 9]),
   (R3.v_add3_u32(v[0], v[1], v[2], 7), [0xFFFFFFFF], [1], [7]),
   (R3.v_fma_mixlo_f16(v[0], v[1], v[2], 0, opsel=0, opsel_hi=1, opsel_hi2=0), [0xBC004000], bits(3), [0x00004600]),
   (C.v_cvt_f16_f32_e32(v[0], v[1]), bits(1), [0], [0x00003C00]),
