@@ -26,6 +26,7 @@ def scalar(i: Instruction) -> Step:
   wide |= {"D0"} if bits == 64 else set()
   wide |= {"EXEC"} if target.lanes == 64 else set()
   operation = Operation(i.name, target.family, frozenset(wide), len(sources))
+  compares = i.name.startswith("S_CMPK")  # the register in the place of the destination is an operand
   number = register(inst, "sdst") if "sdst" in fields else 0
   of_exec = fetcher(EXEC, target.lanes, target, None)
   given: dict[str, Fetch] = {f"S{n}": x.fetch for n, x in enumerate(sources)}
@@ -36,7 +37,9 @@ def scalar(i: Instruction) -> Step:
   }
   if "simm16" in fields:
     simm = np.array([[raw(inst, "simm16")]], U32)
-    given["SIMM16"] = given["S0"] = lambda w: simm  # each family calls it by another name
+    given["SIMM16"] = given["S0"] = given["S1"] = lambda w: simm  # each family calls it by another name
+    if compares:
+      given["S0"] = given["D0"]
   fetches, function = [given[x] for x in operation.inputs], operation.function
   writes: list[Callable[[Wave, Any], None]] = []
   for name in operation.outputs:
@@ -50,7 +53,8 @@ def scalar(i: Instruction) -> Step:
     for write, value in zip(writes, function(*[x(w) for x in fetches]), strict=True):
       write(w, value)
 
-  touched = [x.registers for x in sources] + [names(number, bits)] * ("D0" in (*operation.outputs, *operation.inputs))
+  uses_sdst = compares or "D0" in (*operation.outputs, *operation.inputs)
+  touched = [*(x.registers for x in sources), names(number, bits) if uses_sdst else ()]
   return Step(run, every(*touched))
 
 

@@ -167,6 +167,21 @@ def test_division() -> None:
     np.testing.assert_array_equal(got, x / y)
 
 
+@pytest.mark.parametrize("family", ["rdna3", "cdna"])
+def test_constants_of_16_bits(family: str) -> None:
+  """S_CMPK compares a register with a constant, S_MOVK, S_ADDK and S_MULK compute with it; all extend its sign."""
+  f = of(family)
+  code = [
+    f.s_cmpk_lt_i32(s[2], 0xFFFE),
+    f.s_cselect_b32(s[3], 1, 2),
+    f.s_cmpk_gt_u32(s[2], 7),
+    f.s_cselect_b32(s[4], 1, 2),
+  ]
+  code += [f.s_movk_i32(s[5], 0x8000), f.s_addk_i32(s[6], 0xFFFF), f.s_mulk_i32(s[7], 0xFFFE)]
+  got = run(ARCH[family], code, scalars={2: -3, 6: 5, 7: 21}).s
+  assert [int(x) for x in got[3:8].view(np.int32)] == [1, 1, -0x8000, 4, -42]
+
+
 def test_masks() -> None:
   code = [R3.v_cmp_lt_i32_e32(v[1], v[2]), R3.v_cndmask_b32_e32(v[0], v[1], v[2]), R3.s_and_saveexec_b32(s[4], VCC_LO)]
   code += [R3.v_mov_b32_e32(v[5], 7), R3.s_or_b32(EXEC_LO, EXEC_LO, s[4])]

@@ -92,13 +92,20 @@ def check_gradients(arch: str, sizes: Sizes, dtype: DType, **options: Any) -> No
 
 @pytest.mark.kinds(arch=ARCHES)
 @pytest.mark.each("arch", "case", evenly=True)
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("case", BACKWARD)
+@pytest.mark.parametrize(
+  ("arch", "case"),
+  [
+    pytest.param(arch, case, marks=[pytest.mark.slow] if case == "float32" and arch.startswith("gfx1") else [])
+    for arch in ARCHES
+    for case in BACKWARD
+  ],
+)
 def test_gradients(arch: str, case: str) -> None:
   dtype, is_causal = BACKWARD[case]
   check_gradients(arch, (1, 2, 1, 40, 50, 24, 16), dtype, is_causal=is_causal)
 
 
+@pytest.mark.slowest
 def test_registers_of_halves() -> None:
   """On gfx942 a float16 has a register of its own, whose other half is cleared; this kernel uses more than 128."""
   with machine("gfx942").device():
