@@ -117,7 +117,9 @@ def test_delta(arch: str) -> None:
   check_delta(arch, (3, 37, 24), HALF)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gfx1100", "gfx1201"))])
+@pytest.mark.parametrize(
+  "arch", ["gfx942", *(pytest.param(x, marks=pytest.mark.slowest) for x in ("gfx1100", "gfx1201"))]
+)
 def test_hip(arch: str) -> None:
   """Kernels that clang compiles from HIP; not every clang knows gfx950."""
   with machine_code(seed=7, hip=True):
