@@ -130,6 +130,7 @@ class Translator:
   # ** tokens **
 
   def start(self, text: str) -> None:
+    """Take the tokens of an expression."""
     self.tokens: list[tuple[str, str]] = []
     place = 0
     while place < len(text.rstrip()):
@@ -152,6 +153,7 @@ class Translator:
   # ** statements **
 
   def statement(self, text: str) -> None:
+    """Translate a declaration, a condition or an assignment."""
     if found := re.fullmatch(r"declare (\w+) : (\d+)'[BU]", text):
       self.define(found[1], Value(f"np.uint{found[2]}(0)", f"u{found[2]}"))
       return
@@ -229,6 +231,7 @@ class Translator:
   # ** expressions **
 
   def variable(self, name: str) -> Value:
+    """What a name stands for: the last value assigned to it, or an operand."""
     if name in self.variables:
       return self.variables[name]
     if name == "SCC":
@@ -240,6 +243,7 @@ class Translator:
     raise Untranslatable(f"the name {name}")
 
   def expression(self, least: int) -> Value:
+    """Parse operators that bind more tightly than `least`."""
     left = self.unary()
     while (op := self.peek()) in PRECEDENCE and PRECEDENCE[op] > least:
       self.take()
@@ -253,6 +257,7 @@ class Translator:
     return left
 
   def unary(self) -> Value:
+    """Parse an operand with its signs and negations."""
     op = self.peek()
     if op not in ("-", "~", "!", "+"):
       return self.postfix(self.primary())
@@ -265,6 +270,7 @@ class Translator:
     return value if op == "+" else Value(f"({op}{value.text})", value.type)
 
   def primary(self) -> Value:
+    """Parse a number, a name, a call, a cast or something in brackets."""
     kind, token = self.take()
     if token == "(":
       value = self.expression(0)
@@ -311,6 +317,7 @@ class Translator:
     return Value(f"(({converted(high, kind).text} << {high.bits}) | {converted(low, kind).text})", kind)
 
   def postfix(self, value: Value) -> Value:
+    """Parse the types and bits that are taken of a value."""
     while self.peek() in (".", "["):
       if self.take()[1] == ".":
         value = as_bits(value, self.take()[1])
@@ -332,6 +339,7 @@ class Translator:
     return value
 
   def call(self, name: str) -> Value:
+    """Parse the arguments of a function."""
     self.take("(")
     arguments = []
     while self.peek() != ")":
@@ -364,6 +372,7 @@ class Translator:
     return converted(a, kind), converted(b, kind)
 
   def binary(self, op: str, a: Value, b: Value) -> Value:
+    """Two operands of one type and their result. Shifts keep the type of the first."""
     if op in ("<<", ">>"):
       a = converted(a, "i32") if a.is_literal else a
       return Value(f"({a.text} {op} {converted(b, a.type).text})", a.type)

@@ -35,19 +35,13 @@ def vector(i: Instruction) -> Step:
   sources = vector_sources(inst, target)
   operation = operation_of(i, sources)
   given: dict[str, Fetch] = {f"S{n}": x.fetch for n, x in enumerate(sources)}
-  mask = VCC
-  if encoding.startswith("VOP3") and "src2" in fields and "DIV_FMAS" not in i.name:
-    mask = register(inst, "src2")
+  reads_mask = encoding.startswith("VOP3") and "src2" in fields and "DIV_FMAS" not in i.name
+  mask, sdst = register(inst, "src2") if reads_mask else VCC, scalar_destination(inst)
   literal = np.array([[inst._literal or 0]], U32)
   destination = Destination(i)
   given |= {"LANES": lambda w: w.lanes_of(mask), "SIMM32": lambda w: literal, "D0": destination.old}
   fetches, function = [given[x] for x in operation.inputs], operation.function
   function = finished(i, function, operation.outputs)
-  sdst = (
-    register(inst, "sdst") if "sdst" in fields and not (encoding.endswith("SDWA_SDST") and not raw(inst, "sd")) else VCC
-  )
-  if encoding.startswith("VOP3_SDST"):
-    sdst = register(inst, "vdst")
   writes = [lanes_writer(x, sdst, target) if x != "D0" else destination.write for x in operation.outputs]
   touched = [x.registers for n, x in enumerate(sources) if f"S{n}" in operation.inputs]
   if "D0" in (*operation.inputs, *operation.outputs):
@@ -65,6 +59,14 @@ def vector(i: Instruction) -> Step:
       write(w, value)
 
   return Step(run, every(*touched))
+
+
+def scalar_destination(inst: Inst) -> int:
+  """The register of a result with a bit for each lane: VCC where the encoding names none."""
+  fields = dict(inst._fields)
+  if type(inst).__name__.startswith("VOP3_SDST"):
+    return register(inst, "vdst")
+  return register(inst, "sdst") if "sdst" in fields and ("sd" not in fields or raw(inst, "sd")) else VCC
 
 
 def vector_sources(inst: Inst, target: MachineTarget) -> list[Source]:
