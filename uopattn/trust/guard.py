@@ -61,6 +61,12 @@ def is_checked(kernel: str, device: str) -> bool:
     raise ValueError(f"UOPATTN_CHECK is {wanted!r}; accepted are 0 and 1")
   if wanted:
     return wanted == "1"
+  return _is_unknown(kernel, device, repr(DEV))
+
+
+@functools.cache
+def _is_unknown(kernel: str, device: str, dev: str) -> bool:
+  """Return whether a kernel is not on the record for a device; `dev` may name another architecture later."""
   return not is_emulated(device) and not is_recorded(kernel, device)
 
 
@@ -73,6 +79,7 @@ def is_emulated(device: str) -> bool:
 def forget() -> None:
   """Forget what this process knows; the entries on disk stay."""
   _KNOWN.clear()
+  _is_unknown.cache_clear()
 
 
 def _verdict(launches: tuple[Launch, ...], device: str, backward: bool) -> str | None:

@@ -86,7 +86,8 @@ class Apart:
 
   def __init__(self, device: str):
     self.device = device
-    self._process: subprocess.Popen[str] | None = None
+    self._process: subprocess.Popen[bytes] | None = None
+    self._received = b""
     self._errors: IO[str] | None = None
     self._files = contextlib.ExitStack()
 
@@ -121,7 +122,7 @@ class Apart:
     assert self._process is not None
     assert self._process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended, which reading shows
-      self._process.stdin.write(json.dumps(request) + "\n")
+      self._process.stdin.write(json.dumps(request).encode() + b"\n")
       self._process.stdin.flush()
     return self._next(limit)
 
@@ -141,7 +142,6 @@ class Apart:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=self._errors,
-      text=True,
       env=environment,
       start_new_session=True,  # an interrupt in the terminal is for this process alone, which ends the other
     )
@@ -159,16 +159,21 @@ class Apart:
     """Return the next line of the process; {} if it has ended, None if it takes longer than the limit."""
     assert self._process is not None
     assert self._process.stdout is not None
-    if not select.select([self._process.stdout], [], [], limit)[0]:
-      return None
-    line = self._process.stdout.readline()
-    return dict(json.loads(line)) if line.endswith("\n") else {}
+    answers, end = self._process.stdout.fileno(), time.monotonic() + limit
+    while b"\n" not in self._received:  # Python's own buffer could hold a line that `select` does not see
+      if not select.select([answers], [], [], max(0, end - time.monotonic()))[0]:
+        return None
+      if not (part := os.read(answers, 1 << 16)):
+        return {}
+      self._received += part
+    line, _, self._received = self._received.partition(b"\n")
+    return dict(json.loads(line))
 
   def _end(self) -> str:
     """End the process; return how it ended, with the last line that it wrote on stderr."""
     if self._process is None:
       return ""
-    process, self._process = self._process, None
+    process, self._process, self._received = self._process, None, b""
     assert self._errors is not None
     if process.poll() is None:
       process.kill()
