@@ -84,7 +84,7 @@ def _check(kernel: Kernel, schedule: Schedule, device: str, jobs: int, quick: bo
     kernel.add(probe, found)
   if timed and kernel.is_right:
     with Apart(device) as apart:
-      kernel.speed = apart.speed(kernel.name, kernel.backward) or {}
+      kernel.add_speed(apart.speed(kernel.name, kernel.backward) or {})
 
 
 def main() -> int:

@@ -52,6 +52,10 @@ class Kernel:
     record = asdict(found) | {"reason": without_private(found.reason), "errors": errors}
     self.probes.append({"probe": asdict(probe), **record})
 
+  def add_speed(self, found: dict[str, Any]) -> None:
+    """Add what was measured, or why nothing could be."""
+    self.speed = {name: without_private(x) if name == "reason" else x for name, x in found.items()}
+
   @property
   def counts(self) -> Counter[str]:
     """How often each verdict occurs."""
