@@ -383,6 +383,13 @@ def test_a_right_kernel_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert apart.outcome(Probe.of((launch_of(),), False)).verdict == UNAVAILABLE
 
 
+def test_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(sys, "executable", "/nowhere/python")
+  with Apart(CPU) as apart:
+    found = apart.outcome(Probe.of((launch_of(),), False))
+  assert (found.verdict, "No such file" in found.reason) == (UNAVAILABLE, True)
+
+
 def launch_of() -> Any:
   (schedule,) = (x for x in schedules_on(target_of(CPU)) if x.name == "cpu_forward")
   return launches_of(schedule, spec_of(), target_of(CPU))[-1]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
@@ -27,6 +28,7 @@ COMPILE_LIMIT = 600  # seconds to compile a probe: kernels of wide heads take mi
 LIMIT = 60  # seconds to run it; where tinygrad compiles a kernel when it runs, COMPILE_LIMIT
 SPEED_LIMIT = 300  # seconds to compile and to time a kernel, tinygrad's attention and a product
 RIGHT, WRONG, FAILS, HANGS, UNSERVED, UNAVAILABLE = "right", "wrong", "fails", "hangs", "unserved", "unavailable"
+ROOT = Path(__file__).parents[2]  # where Python finds the package
 COMPILED = {"compiled": True}  # the answer of a worker that has compiled a probe, and now runs it
 REFUTED = (WRONG, FAILS, HANGS)  # verdicts after which a kernel is not used
 
@@ -136,15 +138,21 @@ class Apart:
   def _start(self) -> str:
     """Start the process; return why that is not possible, or ""."""
     self._errors = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-    environment = os.environ | {"DEV": repr(DEV), "UOPATTN_CHECK": "0", "UOPATTN_TUNE": "0"}
-    self._process = subprocess.Popen(
-      [sys.executable, "-m", "uopattn.trust.worker", self.device],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=self._errors,
-      env=environment,
-      start_new_session=True,  # an interrupt in the terminal is for this process alone, which ends the other
-    )
+    # This package, and not another one that the process would find.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    own = {"DEV": repr(DEV), "UOPATTN_CHECK": "0", "UOPATTN_TUNE": "0", "PYTHONPATH": path}
+    try:
+      self._process = subprocess.Popen(
+        [sys.executable, "-m", "uopattn.trust.worker", self.device],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=self._errors,
+        env=os.environ | own,
+        start_new_session=True,  # an interrupt in the terminal is for this process alone, which ends the other
+      )
+    except OSError as error:  # as where Python is embedded in another program
+      self._files.close()
+      return reason(error)
     ready = self._answer(START_LIMIT)
     if ready is None:
       self._end()
