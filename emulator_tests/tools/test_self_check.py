@@ -72,7 +72,7 @@ def spec_of(**options: Any) -> Any:
 # what a probe is
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "gradients"])
 def test_probes_have_the_features_of_what_they_stand_for(backward: bool) -> None:
   """What a probe makes of its features is an attention that has them, and whose own probe is of the same kind."""
   count = 0
@@ -343,6 +343,7 @@ def said(process: subprocess.Popen[str]) -> str:
   return text
 
 
+@pytest.mark.slow
 def test_a_mistake_across_processes_and_two_at_once(tree: Path, edited: Any, tmp_path: Path) -> None:
   """On an emulated card: who comes second waits for the verdict, and who comes later knows it."""
   edited("kernels/amd_forward.py", "alpha = exp2((m_old - m_new)", "alpha = exp2((m_old - m_old)")
@@ -361,7 +362,7 @@ SPOILED = "  p, l_new, alpha = exponentiate("
 @pytest.mark.parametrize(
   ("statement", "says"),
   [
-    ("while True: pass", f"{HANGS}: no result within 5 s"),
+    pytest.param("while True: pass", f"{HANGS}: no result within 5 s", marks=pytest.mark.slow),
     ("__import__('ctypes').string_at(0)", f"{FAILS}: its process ended with status -11"),
     ("raise RuntimeError('no such instruction')", f"{FAILS}: RuntimeError: no such instruction"),
   ],
