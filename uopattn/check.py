@@ -13,9 +13,9 @@ from tinygrad.helpers import tqdm
 from uopattn.dsl.schedule import Schedule
 from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
 from uopattn.plan.dispatch import NoKernel, schedules_on
+from uopattn.plan.target import is_emulated
 from uopattn.runtime.machine import usable_cores
 from uopattn.trust.cover import probes_of
-from uopattn.trust.guard import is_emulated
 from uopattn.trust.outcome import Apart, outcomes
 from uopattn.trust.report import Kernel, Report, compared
 

@@ -62,8 +62,12 @@ def on_cpu() -> bool:
 
 def repeats(spec: AttentionSpec, most: int, device: str | None = None) -> int:
   """Return the computations per call: 1 on a CPU or a slow GPU, else enough to make the cost of a start negligible."""
-  kind = (device or Device.DEFAULT).split(":")[0]
-  return 1 if kind in ("CPU", *WITHOUT_MATRIX_UNITS) else max(1, min(most, int(LONG / (spec.flops / FAST))))
+  return 1 if is_slow(device or Device.DEFAULT) else max(1, min(most, int(LONG / (spec.flops / FAST))))
+
+
+def is_slow(device: str) -> bool:
+  """Return whether a device is a CPU or a GPU without matrix units."""
+  return device.split(":")[0] in ("CPU", *WITHOUT_MATRIX_UNITS)
 
 
 def captured(compute: Callable[..., Results], *variables: UOp) -> tuple[Callable[[], Results], Results]:

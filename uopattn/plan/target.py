@@ -57,7 +57,13 @@ def shown(target: Target, device: str) -> str:
   if kind == "EMU":
     return f"EMU {target.arch}, emulated"
   name = f"{kind} {target.arch}" if RUNTIMES.get(kind) == target.device else str(target)
-  return f"{name}, emulated" if DEV.target(kind).interface.upper().startswith("MOCK") else name
+  return f"{name}, emulated" if is_emulated(device) else name
+
+
+def is_emulated(device: str) -> bool:
+  """Return whether a device is an emulator: ours, or one of tinygrad's."""
+  kind = device.split(":")[0].upper()
+  return kind == "EMU" or DEV.target(kind).interface.upper().startswith("MOCK")
 
 
 def shortened(arch: str) -> str:

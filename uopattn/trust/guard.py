@@ -16,6 +16,7 @@ from tinygrad.helpers import DEV
 
 from uopattn.plan.dispatch import guard_by
 from uopattn.plan.launch import Launch
+from uopattn.plan.target import is_emulated, target_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.gpu import driver
 from uopattn.runtime.store import Entry, Store
@@ -70,12 +71,6 @@ def _is_unknown(kernel: str, device: str, dev: str) -> bool:
   return not is_emulated(device) and not is_recorded(kernel, device)
 
 
-def is_emulated(device: str) -> bool:
-  """Return whether a device is an emulator, which is no card."""
-  kind = device.split(":")[0]
-  return kind == "EMU" or DEV.target(kind).interface.upper().startswith("MOCK")
-
-
 def forget() -> None:
   """Forget what this process knows; the entries on disk stay."""
   _KNOWN.clear()
@@ -107,7 +102,6 @@ def _key(probe: "Probe", device: str) -> Entry:
 
 @functools.cache
 def _machine(device: str, dev: str) -> Entry:
-  from uopattn.plan.target import target_of
   from uopattn.tuning.case import product, versions
 
   with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run

@@ -10,9 +10,8 @@ from tinygrad import Tensor
 
 from uopattn.api.attention import scaled_dot_product_attention
 from uopattn.dsl.schedule import Schedule
-from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.measure.problem import normal, tensor
-from uopattn.measure.timing import Runner, Turns, alternate, captured, wait
+from uopattn.measure.timing import Runner, Turns, alternate, captured, is_slow, wait
 from uopattn.plan.dispatch import NoKernel, launches_of, schedules_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Residuals, by_kernels
@@ -22,6 +21,7 @@ from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
 from uopattn.trust.features import Sizes
+from uopattn.tuning.trial import COST
 
 # Sizes to time: the first that a schedule serves.
 ON_GPU: tuple[Sizes, ...] = ((1, 16, 16, 4096, 4096, 128, 128), (1, 16, 16, 4096, 4096, 512, 512))
@@ -29,7 +29,6 @@ ON_CPU: tuple[Sizes, ...] = ((1, 8, 8, 1024, 1024, 64, 64),)
 FEW_QUERIES: tuple[Sizes, ...] = ((8, 32, 8, 1, 4096, 128, 128), (8, 128, 1, 1, 4096, 576, 512))
 MOST_SCORES = 1 << 29  # of tinygrad's own attention, which stores them
 ROUNDS = 5
-OF_GRADIENTS = 2.5  # floating-point operations of the gradients, over those of the forward pass
 PRODUCT = {True: 1024, False: 4096}  # rows of the product's matrices, on slow devices and on others
 
 
@@ -52,12 +51,8 @@ def speed(kernel: str, backward: bool, device: str) -> dict[str, Any] | None:
   return None
 
 
-def _is_slow(device: str) -> bool:
-  return device.split(":")[0] in ("CPU", *WITHOUT_MATRIX_UNITS)
-
-
 def _sizes(device: str, backward: bool) -> tuple[Sizes, ...]:
-  large = ON_CPU if _is_slow(device) else ON_GPU
+  large = ON_CPU if is_slow(device) else ON_GPU
   return large if backward else large + FEW_QUERIES
 
 
@@ -88,9 +83,9 @@ def _timed(
     add("uopattn", lambda: forward(launches[-1], q, k, v))
     if math.prod((spec.B, spec.Hq, spec.M, spec.N)) <= MOST_SCORES:
       add("tinygrad", lambda: [scaled_dot_product_attention(q, k, v, enable_gqa=spec.group > 1)])
-  n = PRODUCT[_is_slow(device)]
+  n = PRODUCT[is_slow(device)]
   a, b = (Tensor.rand(n, n, device=device).cast(q.dtype).realize() for _ in range(2))
   add("product", lambda: [a @ b])
   times = alternate(runners, ROUNDS, Turns(warm=0.05, turn=0.05))
-  work = dict.fromkeys(runners, spec.flops * (OF_GRADIENTS if backward else 1)) | {"product": 2 * n**3}
+  work = dict.fromkeys(runners, spec.flops * (COST if backward else 1)) | {"product": 2 * n**3}
   return {name: work[name] / x.median / 1e9 for name, x in times.items()}

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tinygrad.engine.realize import capturing
-from tinygrad.helpers import DEV, tqdm
+from tinygrad.helpers import tqdm
 
 from uopattn.measure.program import reason
 from uopattn.measure.timing import Runner, Timing, Turns, alternate
+from uopattn.plan.target import is_emulated
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.runtime.store import Entry
@@ -118,8 +119,7 @@ def shown(launches: Launches) -> str:
 
 def refusal(device: str) -> str:
   """Return why nothing is measured on a device; "" if it is."""
-  kind = device.split(":")[0].upper()
-  if kind == "EMU" or DEV.target(kind).interface.upper().startswith("MOCK"):
+  if is_emulated(device):
     return f"{device} is emulated, and an emulator's times say nothing of a device: nothing is tuned"
   return ""
 
