@@ -42,8 +42,17 @@ def card_of(report: Report) -> Card:
 
 
 def with_cards(old: Iterable[Card], new: Iterable[Card]) -> list[Card]:
-  """Return the record with new entries in the place of older ones of the same card, in order."""
-  found = {(x["device"], x["arch"], x["name"]): x for x in (*old, *new)}
+  """Return the record with new entries in the place of older ones of the same card, in order.
+
+  A report may be of some kernels: the others stay on the record if they are of the same versions. Who changes a kernel
+  takes it off the record.
+  """
+  found: dict[tuple[str, str, str], Card] = {}
+  for x in (*old, *new):
+    place = (x["device"], x["arch"], x["name"])
+    before = found.get(place, x)
+    same = all(before[name] == x[name] for name in ("uopattn", "tinygrad"))
+    found[place] = {**x, "kernels": sorted({*x["kernels"], *(before["kernels"] if same else ())})}
   return [found[place] for place in sorted(found)]
 
 

@@ -197,6 +197,18 @@ def test_trust(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path:
   for _ in range(2):  # a second time it takes its own place
     assert trust.main([str(tmp_path / "a.json")]) == 0
     assert len(json.loads(record.read_text())) == len(cards()) + 1
+  whole = next(x["kernels"] for x in json.loads(record.read_text()) if x["name"] == "Card 9")
+  some = Report(report.machine, report.kernels[:1], quick=False, finished=True)
+  some.write(tmp_path / "b.json")
+  for versions, kernels in (
+    (report.machine["versions"], whole),
+    ({"uopattn": "9", "tinygrad": "9"}, [report.kernels[0].name]),
+  ):
+    some.machine |= {"versions": versions}
+    some.write(tmp_path / "b.json")
+    monkeypatch.setattr(trust, "cards", lambda: json.loads(record.read_text()))
+    assert trust.main([str(tmp_path / "b.json")]) == 0
+    assert [x["kernels"] for x in json.loads(record.read_text()) if x["name"] == "Card 9"] == [kernels]
   text = readme.read_text()
   assert "| Card 9 |" in text
   assert text.startswith("before")
