@@ -38,6 +38,8 @@ class Rules(Masks):
     sinks: (heads,) float32 logits that are added to the softmax's sum of exponentials.
     dropout_p: probability that a weight is dropped.
     seed: (2,) uint32 seed of dropout; None without dropout.
+    bias_slope: (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative of score_mod with respect to a number
+      that it reads, whose gradient is wanted; None if that is the additive mask's.
   """
 
   group: int = 1
@@ -52,6 +54,7 @@ class Rules(Masks):
   sinks: UOp | None = None
   dropout_p: float = 0.0
   seed: UOp | None = None
+  bias_slope: Callable[..., UOp] | None = None
 
   @property
   def kv_heads(self) -> int:
@@ -277,14 +280,31 @@ class HeadRules(HeadMasks):
     r = self.rules
     if not r.has_score_mods:
       return grad
-    score, slope = product * r.scaling.pre, None
-    if r.softcap is not None:
-      bounded = tanh(score)
-      score, slope = bounded * r.softcap, 1.0 - bounded * bounded
+    score, slope = self._capped(product)
     if r.score_mod is not None:
       # The slope of score_mod may be infinite at a hidden key, and 0 times that is NaN.
       grad = grad.eq(0).where(0.0, vjp(lambda x: self._mod(x, row, key), score, grad))
     return grad if slope is None else grad * slope
+
+  def _capped(self, product: UOp) -> tuple[UOp, UOp | None]:
+    """The score before score_mod, from q.k, and its derivative with respect to q.k times `Rules.scale`; None is 1."""
+    score = product * self.rules.scaling.pre
+    if self.rules.softcap is None:
+      return score, None
+    bounded = tanh(score)
+    return bounded * self.rules.softcap, 1.0 - bounded * bounded
+
+  def bias_vjp(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
+    """Turn the gradient of a final score into that of the number that `Rules.bias_slope` is about, or of the mask.
+
+    Args:
+      grad, product: as for `score_vjp`.
+    """
+    if (slope := self.rules.bias_slope) is None:
+      return grad
+    score, _ = self._capped(product)
+    # As in `_score_vjp`.
+    return grad.eq(0).where(0.0, slope(score, *self._indices(row, key), grad))
 
   def _mod(self, score: UOp, row: UOp, key: UOp) -> UOp:
     assert self.rules.score_mod is not None
