@@ -70,8 +70,8 @@ class Tiles:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of lanes={self.lanes}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
-    """Bytes of Q, dO, Q^T, dO^T, dQ^T, P and dS, and of the float32 tiles of K and V if these are widened."""
-    rows = 2 * Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + 2 * self.block_n
+    """Bytes of Q, dO, Q^T, dO^T, dQ^T, P, dS and a mask, and of the float32 tiles of K and V if these are widened."""
+    rows = 2 * Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + 3 * self.block_n
     return 4 * (rows * self.block_m + widen * (Dk + Dv) * self.block_n)
 
 
@@ -106,7 +106,7 @@ def backward(
 
   keys = block.key_tiles(rules, block_m, block_n)
   loop = keys.loop(s, *block.axes, busy=block.busy)
-  tile = keys.at(loop.index)
+  tile = keys.at(loop.index).with_mask(s, block.row, block_m, loop.axes)
   k_tile, v_tile = (load_tile(s, HeadView.of(x, block.kv_head, keys.rules.length), tile, loop.axes) for x in (k, v))
   p, ds = recompute(s, k_tile, v_tile, q_t, do_t, Gradients(tile, block.row, lse_i, delta_i), tiles, loop)
   dv_end = add_product(s, dv, block.item, tile.first, p, do_rows, tiles, loop)

@@ -56,8 +56,8 @@ class Tiles:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of lanes={self.lanes}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
-    """Bytes of Q, dO, Q^T, dO^T and acc, and of the float32 tiles of K and V if these are widened."""
-    rows = Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + self.block_n
+    """Bytes of Q, dO, Q^T, dO^T, acc and a mask, and of the float32 tiles of K and V if these are widened."""
+    rows = Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + 2 * self.block_n
     return 4 * (rows * self.block_m + widen * (Dk + Dv) * self.block_n)
 
 
@@ -95,6 +95,7 @@ def backward_bias(
   end = at.exists.where(least([UOp.const(M), start + work.M]), 0)
   block = Block(trips.axes, at.head // (heads // kv_heads), at.head, start + at.row, end, at.exists)
   loop, tile = _keys(s, rules, block, at, tiles)
+  tile = tile.with_mask(s, block.row, tiles.block_m, loop.axes)
 
   q_t, do_t = (_transposed(s, x, D, block, tiles) for x, D in ((q, Dk), (do, Dv)))
   lse_i, delta_i = load_row_sums(s, lse, delta, block, tiles.block_m, rules)

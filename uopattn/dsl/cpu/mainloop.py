@@ -59,6 +59,10 @@ class KeyTile:
     """The tile with its pages, if keys are paged, looked up inside the axes."""
     return replace(self, rules=self.rules.of_tile(s, self.first, self.size, axes))
 
+  def with_mask(self, s: Scope, row: UOp, block_m: int, axes: tuple[UOp, ...]) -> "KeyTile":
+    """The tile with its mask for `block_m` rows from `row` on, one per lane, copied inside the axes."""
+    return replace(self, rules=self.rules.of_mask_tile(s, row, block_m, self.first, self.size, axes))
+
   def score(self, product: UOp, row: UOp, n: UOp) -> UOp:
     """The score of key n of the tile: -inf if it is hidden, does not exist or is another tile's.
 

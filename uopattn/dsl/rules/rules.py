@@ -158,6 +158,22 @@ class HeadRules(HeadMasks):
     pages = pages.of_tile(s, self.b, self._kv_head, first, block_n, self.length, within)
     return replace(self, rules=replace(self.rules, pages=pages))
 
+  def of_mask_tile(
+    self, s: Scope, row: UOp, block_m: int, key: UOp, block_n: int, within: tuple[UOp, ...]
+  ) -> "HeadRules":
+    """The rules for a CPU's tile of `block_n` keys from `key` on and `block_m` rows from `row` on, one per lane.
+
+    A mask that differs from row to row is copied to the stack, keys first: so the lanes load it as vectors, which clang
+    does not do across rows.
+    """
+    mask = self.rules.attn_mask
+    if mask is None or sizes(mask)[2] == 1:
+      return self
+    tile = s.buffer(block_n, block_m, dtype=mask.dtype)
+    m, n = s.axis(block_m), s.axis(block_n)
+    tile = tile.after(tile.after(*within)[n, m].store(self._mask(row + m, key + n)).end(m, n))
+    return replace(self, rules=replace(self.rules, mask_tile=lambda i, j: tile[j - key, i - row].load()))
+
   @property
   def _kv_head(self) -> UOp:
     """The key head within its batch element."""
