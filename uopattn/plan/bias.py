@@ -8,7 +8,7 @@ the look-up of as many elements. If an element depends on the query and on the k
 goes by blocks of queries, with at most `BLOCK_BYTES` of sums at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -17,14 +17,16 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
 from uopattn.plan.dispatch import bias_launch
+from uopattn.plan.launch import Launch
 from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 16 << 20
 ROWS = 64  # queries at a time are a multiple of this, as blocks of kernels are
 OF_MASK = {
   (True, True): Places.PAIRS,
@@ -102,11 +104,11 @@ class Read:
     count = max(1, BLOCK_BYTES // (4 * heads * spec.N * ROWS)) * ROWS
     if count >= spec.M:
       return [self._looked_up(_sums(residuals, arguments, self.bias), x, arguments, (0, 0, 0, 0))]
-    bias, found = replace(self.bias, count=count), []
-    for first in range(0, spec.M, count):
-      sums = _sums(residuals, arguments, bias, first)
-      found.append(self._looked_up(sums, x, arguments, (0, 0, first, 0)))
-    return found
+
+    def look_up(sums: Tensor, first: int) -> Tensor:
+      return self._looked_up(sums, x, arguments, (0, 0, first, 0))
+
+    return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
 
   def _moved_pairs(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> Tensor | None:
     """`_moved` of all pairs, whose sums are about as large as x; None if they are not simply moved."""
@@ -189,16 +191,50 @@ def _symbols(index: Sequence[UOp]) -> set[UOp]:
   return {u for x in index for u in x.simplify().toposort()}
 
 
-def _sums(residuals: Residuals, arguments: Arguments, bias: Bias, first: int = 0) -> Tensor:
+def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
   """Return the sums of a bias's gradients, (batches, heads, queries, keys or distances). Raises NoKernel."""
-  device = cast(Devices, residuals.q.device)
-  # Not by lists of tiles: the block mask itself hides the keys.
-  spec = replace(residuals.spec, bias=bias, block_heads=None)
-  launch = bias_launch(spec, target_of(devices_of(device)[0]))
-  given = residuals.given(arguments)
-  given |= {"first": [Tensor([first], dtype=dtypes.int32, device=device).contiguous()]} if bias.count else {}
-  found = launch.run(device, given, arguments.variables(), no_further)["dbias"]
-  return _summed(found, BiasWork.of(spec, launch.tiles))
+  spec = _spec_of(residuals, bias)
+  launch = _launch(residuals, spec)
+  found = launch.run(cast(Devices, residuals.q.device), residuals.given(arguments), arguments.variables(), no_further)
+  return _summed(found["dbias"], BiasWork.of(spec, launch.tiles))
+
+
+def _in_parts(
+  residuals: Residuals, arguments: Arguments, bias: Bias, look_up: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+  """Add up what `look_up` makes of the sums of `Bias.count` queries at a time, and of the first one's number.
+
+  All sums are in the same memory, one after another. A launch depends on what became of the sums before: tinygrad would
+  compute all of them first.
+  """
+  spec = _spec_of(residuals, bias)
+  launch, device, given = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.given(arguments)
+  total, zero = None, Tensor.zeros(1, dtype=dtypes.int32, device=device)
+  for first in range(0, spec.M, bias.count):
+    given["first"] = [(zero + first).contiguous()]
+    sums = launch.run(device, given, arguments.variables(), no_further)["dbias"]
+    given["dbias"] = [sums]
+    part = look_up(_summed(sums, BiasWork.of(spec, launch.tiles)), first)
+    total = (part if total is None else total + part).contiguous()
+    zero = _zero(total)
+  assert total is not None
+  return total
+
+
+def _spec_of(residuals: Residuals, bias: Bias) -> AttentionSpec:
+  """Return the attention with a bias, and without lists of tiles: the block mask itself hides keys."""
+  return replace(residuals.spec, bias=bias, block_heads=None)
+
+
+def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
+  """Return the launch of the kernel. Raises NoKernel."""
+  return bias_launch(spec, target_of(devices_of(cast(Devices, residuals.q.device))[0]))
+
+
+def _zero(x: Tensor) -> Tensor:
+  """Return a 0, (1,) int32, that tinygrad computes after x, without knowing that it is 0."""
+  sign = (x.reshape(-1)[:1].bitcast(dtypes.uint32) >> 31).contiguous()
+  return (sign > 1).cast(dtypes.int32)
 
 
 def _summed(x: Tensor, work: BiasWork) -> Tensor:
