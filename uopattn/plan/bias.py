@@ -105,7 +105,7 @@ class Read:
     if count >= spec.M:
       return [self._looked_up(_sums(residuals, arguments, self.bias), x, arguments, (0, 0, 0, 0))]
 
-    def look_up(sums: Tensor, first: int) -> Tensor:
+    def look_up(sums: Tensor, first: Tensor) -> Tensor:
       return self._looked_up(sums, x, arguments, (0, 0, first, 0))
 
     return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
@@ -156,7 +156,7 @@ class Read:
     ]
     return x.pad(tuple(margins))
 
-  def _looked_up(self, sums: Tensor, x: Tensor, arguments: Arguments, firsts: tuple[int, ...]) -> Tensor:
+  def _looked_up(self, sums: Tensor, x: Tensor, arguments: Arguments, firsts: Sequence[int | Tensor]) -> Tensor:
     """Let tinygrad differentiate the look-up of as many elements as there are sums."""
     assert self.bias.read is not None
     assert arguments.score_mod is not None
@@ -200,9 +200,9 @@ def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
 
 
 def _in_parts(
-  residuals: Residuals, arguments: Arguments, bias: Bias, look_up: Callable[[Tensor, int], Tensor]
+  residuals: Residuals, arguments: Arguments, bias: Bias, look_up: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-  """Add up what `look_up` makes of the sums of `Bias.count` queries at a time, and of the first one's number.
+  """Add up what `look_up` makes of the sums of `Bias.count` queries at a time, and of the first one's number, (1,).
 
   All sums are in the same memory, one after another. A launch depends on what became of the sums before: tinygrad would
   compute all of them first.
@@ -211,10 +211,11 @@ def _in_parts(
   launch, device, given = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.given(arguments)
   total, zero = None, Tensor.zeros(1, dtype=dtypes.int32, device=device)
   for first in range(0, spec.M, bias.count):
-    given["first"] = [(zero + first).contiguous()]
+    start = (zero + first).contiguous()
+    given["first"] = [start]
     sums = launch.run(device, given, arguments.variables(), no_further)["dbias"]
     given["dbias"] = [sums]
-    part = look_up(_summed(sums, BiasWork.of(spec, launch.tiles)), first)
+    part = look_up(_summed(sums, BiasWork.of(spec, launch.tiles)), start)
     total = (part if total is None else total + part).contiguous()
     zero = _zero(total)
   assert total is not None
