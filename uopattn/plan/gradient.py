@@ -43,9 +43,9 @@ def gradients_of(
 ) -> list[Tensor | None]:
   """Return the gradients of q, k, v and of what `differentiable` lists.
 
-  Those of sinks, of an additive mask and of the aux that score_mod reads are tinygrad's own ops, which run only if they
-  are asked for; the last two store (B, Hq, M, N) scores. tinygrad does not tell which gradients it needs, so their
-  graphs are always built: some 20 ms of Python for a mask and 50 ms for score_mod's aux, outside of a `TinyJit`.
+  Those of sinks are tinygrad's own ops. So are those of an additive mask and of the aux that score_mod reads where no
+  kernel serves them (`uopattn.plan.bias`), and then store (B, Hq, M, N) scores. All run only if they are asked for.
+  tinygrad does not tell which gradients it needs, so their graphs are always built, and their kernels lowered.
 
   Args:
     results: the output and the LSE.
