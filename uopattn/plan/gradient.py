@@ -95,7 +95,11 @@ def differentiable(arguments: Arguments) -> dict[str, Tensor]:
 
 def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
   """Return the arguments with these in the place of what `differentiable` lists, and with all others detached."""
-  found = arguments.detached()
+  return with_differentiable(arguments.detached(), leaves)
+
+
+def with_differentiable(found: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
+  """Return the arguments with these in the place of what `differentiable` lists."""
   aux = tuple(leaves.get(f"aux[{i}]", x) for i, x in enumerate(found.aux))
   return replace(
     found, aux=aux, attn_mask=leaves.get("attn_mask", found.attn_mask), sinks=leaves.get("sinks", found.sinks)
