@@ -16,7 +16,7 @@ from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
-from uopattn.plan.dispatch import bias_launch
+from uopattn.plan.dispatch import bias_launch, check_guards
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
@@ -229,7 +229,10 @@ def _spec_of(residuals: Residuals, bias: Bias) -> AttentionSpec:
 
 def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
   """Return the launch of the kernel. Raises NoKernel."""
-  return bias_launch(spec, target_of(devices_of(cast(Devices, residuals.q.device))[0]))
+  device = devices_of(cast(Devices, residuals.q.device))[0]
+  found = bias_launch(spec, target_of(device))
+  check_guards((found,), device, backward=True)
+  return found
 
 
 def _zero(x: Tensor) -> Tensor:
