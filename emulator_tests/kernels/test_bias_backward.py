@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 import uopattn.emulator as emulator
 from uopattn.dsl.gpu import bias_mainloop
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
-from uopattn.kernels import cuda_backward
+from uopattn.kernels import apple_backward, cuda_backward
 from uopattn.plan.dispatch import bias_launch
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -99,14 +99,16 @@ KINDS = {
     parts=3,
   ),
 }
-EACH = ("sm_80",)
+EACH = ("sm_80", "apple9")
 ARCHES = [
   pytest.param(arch, dtype, id=f"{arch} {dtype.name}", marks=marks)
   for arch, dtype, marks in (
     ("sm_80", HALF, ()),
+    ("apple9", HALF, ()),
     ("sm_75", HALF, pytest.mark.slow),
     ("sm_90", BFLOAT, pytest.mark.slow),
     ("sm_86", FLOAT, pytest.mark.slow),
+    ("apple7", FLOAT, pytest.mark.slow),
   )
 ]
 
@@ -115,7 +117,11 @@ def small_cuda(arch: str, dtype: DType) -> cuda_backward.Tiles:
   return cuda_backward.Tiles(2, 1, 32, in_registers=dtype != FLOAT, step=32 // dtype.itemsize, turing=arch == "sm_75")
 
 
-SMALL: dict[str, Callable[[str, DType], Any]] = {"CUDA": small_cuda}
+def small_apple(arch: str, dtype: DType) -> apple_backward.Tiles:
+  return apple_backward.Tiles(2, 1, 16, itemsize=dtype.itemsize)
+
+
+SMALL: dict[str, Callable[[str, DType], Any]] = {"CUDA": small_cuda, "METAL": small_apple}
 
 
 @dataclass(frozen=True)
@@ -253,5 +259,7 @@ def test_each_barrier_and_wait_deleted(arch: str) -> None:
   with on(arch):
     case = Case.of(KINDS["slopes"], HALF)
     outcomes = emulator.delete_each_barrier(lambda: case.run(case.small))
-  assert outcomes
-  assert [str(x) for x in outcomes if x.caught is None] == []
+  # Behind the tiles of each trip tinygrad has a barrier of its own, which is redundant.
+  redundant = 0 if arch == "sm_80" else 1
+  assert len(outcomes) > redundant
+  assert [x.what for x in outcomes if x.caught is None] == ["barrier"] * redundant, list(map(str, outcomes))
