@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 import uopattn.emulator as emulator
 from uopattn.dsl.gpu import bias_mainloop
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
-from uopattn.kernels import apple_backward, cuda_backward
+from uopattn.kernels import amd_backward, apple_backward, cuda_backward
 from uopattn.plan.dispatch import bias_launch
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -99,16 +99,20 @@ KINDS = {
     parts=3,
   ),
 }
-EACH = ("sm_80", "apple9")
+EACH = ("sm_80", "apple9", "gfx942")
 ARCHES = [
   pytest.param(arch, dtype, id=f"{arch} {dtype.name}", marks=marks)
   for arch, dtype, marks in (
     ("sm_80", HALF, ()),
     ("apple9", HALF, ()),
+    ("gfx942", HALF, ()),
+    ("gfx1100", BFLOAT, ()),
     ("sm_75", HALF, pytest.mark.slow),
     ("sm_90", BFLOAT, pytest.mark.slow),
     ("sm_86", FLOAT, pytest.mark.slow),
     ("apple7", FLOAT, pytest.mark.slow),
+    ("gfx1201", FLOAT, pytest.mark.slow),
+    ("gfx950", FLOAT, pytest.mark.slow),
   )
 ]
 
@@ -121,7 +125,11 @@ def small_apple(arch: str, dtype: DType) -> apple_backward.Tiles:
   return apple_backward.Tiles(2, 1, 16, itemsize=dtype.itemsize)
 
 
-SMALL: dict[str, Callable[[str, DType], Any]] = {"CUDA": small_cuda, "METAL": small_apple}
+def small_amd(arch: str, dtype: DType) -> amd_backward.Tiles:
+  return amd_backward.Tiles(arch, "bias", 2, 1, 32, 8 * dtype.itemsize)
+
+
+SMALL: dict[str, Callable[[str, DType], Any]] = {"CUDA": small_cuda, "METAL": small_apple, "AMD": small_amd}
 
 
 @dataclass(frozen=True)
