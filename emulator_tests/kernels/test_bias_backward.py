@@ -15,7 +15,8 @@ from tinygrad.dtype import DType
 import uopattn.emulator as emulator
 from uopattn.dsl.gpu import bias_mainloop
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
-from uopattn.kernels import amd_backward, apple_backward, cuda_backward
+from uopattn.dsl.target import GENERIC
+from uopattn.kernels import amd_backward, apple_backward, cuda_backward, generic_backward
 from uopattn.plan.dispatch import bias_launch
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -99,7 +100,7 @@ KINDS = {
     parts=3,
   ),
 }
-EACH = ("sm_80", "apple9", "gfx942")
+EACH = ("sm_80", "apple9", "gfx942", "cl")
 ARCHES = [
   pytest.param(arch, dtype, id=f"{arch} {dtype.name}", marks=marks)
   for arch, dtype, marks in (
@@ -107,6 +108,7 @@ ARCHES = [
     ("apple9", HALF, ()),
     ("gfx942", HALF, ()),
     ("gfx1100", BFLOAT, ()),
+    ("cl", HALF, ()),
     ("sm_75", HALF, pytest.mark.slow),
     ("sm_90", BFLOAT, pytest.mark.slow),
     ("sm_86", FLOAT, pytest.mark.slow),
@@ -129,7 +131,16 @@ def small_amd(arch: str, dtype: DType) -> amd_backward.Tiles:
   return amd_backward.Tiles(arch, "bias", 2, 1, 32, 8 * dtype.itemsize)
 
 
-SMALL: dict[str, Callable[[str, DType], Any]] = {"CUDA": small_cuda, "METAL": small_apple, "AMD": small_amd}
+def small_generic(arch: str, dtype: DType) -> generic_backward.Tiles:
+  return generic_backward.Tiles(16, 16, 2, 8)
+
+
+SMALL: dict[str, Callable[[str, DType], Any]] = {
+  "CUDA": small_cuda,
+  "METAL": small_apple,
+  "AMD": small_amd,
+  GENERIC: small_generic,
+}
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ BIAS = {
   "CPU": "cpu_bias_backward",
   "AMD": "amd_bias_backward",
   "METAL": "apple_bias_backward",
+  GENERIC: "generic_bias_backward",
   "CUDA": "cuda_bias_backward",
 }
 DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that have kernels
