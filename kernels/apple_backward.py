@@ -119,8 +119,9 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, LANES, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  unit, loop, stationary = over_keys(Mainloop, s, group, head_rules, key_range, tiles, q, k, v, do, lse, delta)
+  unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
+  loop, stationary = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
   sums = loop.run(stationary, [dq_sum], dq_sum.acc)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
@@ -129,20 +130,18 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 def over_keys(
   kind: type[Mainloop],
   s: Scope,
-  group: Workgroup,
+  unit: "SimdgroupRows",
   rules: HeadRules,
   key_range: TileRange,
-  tiles: Tiles,
   q: UOp,
   k: UOp,
   v: UOp,
   do: UOp,
   lse: UOp,
   delta: UOp,
-) -> "tuple[SimdgroupRows, Mainloop, Any]":
-  """The matrix unit, the loops and the stationary rows of a threadgroup that keeps queries and streams keys."""
-  (heads, M, _), (kv_heads, _, _) = sizes(q), sizes(v)
-  unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
+) -> tuple[Mainloop, Any]:
+  """The loops and the stationary rows of a threadgroup that keeps queries and streams keys."""
+  (heads, M, _), (kv_heads, _, _), group, tiles = sizes(q), sizes(v), unit.group, unit.tiles
   row_stats = RowStats(METAL, lse, delta, group.head, rules.rules.moves)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -151,7 +150,7 @@ def over_keys(
   keys, values = (HeadView.of(x, group.head // (heads // kv_heads), rules.length) for x in (k, v))
   pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
   loop = kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows)
-  return unit, loop, unit.stationary([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)])
+  return loop, unit.stationary([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)])
 
 
 def backward_kv(

@@ -10,12 +10,12 @@ Not yet run on an Apple GPU: checked on the emulator.
 from tinygrad import UOp
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl.apple.simdgroup import LANES
+from uopattn.dsl.apple.simdgroup import LANES, Simdgroup
 from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
-from uopattn.kernels.apple_backward import over_keys
+from uopattn.kernels.apple_backward import SimdgroupRows, over_keys
 
 
 class Tiles(BiasTiles):
@@ -49,11 +49,10 @@ def backward_bias(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   trips = Trips.of(s, rules, work, tiles.loop.warps, LANES, first)
-  unit, loop, stationary = over_keys(
-    BiasMainloop, s, trips.group, trips.rules, trips.key_range, tiles.loop, q, k, v, do, lse, delta
-  )
+  unit = SimdgroupRows(Simdgroup(trips.item.lane, q.dtype), trips.group, tiles.loop)
   rows = trips.rows(unit)
   total = zeros(s, rows, trips.item.item)
+  loop, stationary = over_keys(BiasMainloop, s, unit, trips.rules, trips.key_range, q, k, v, do, lse, delta)
   sums = loop.run(stationary, [total], total.acc, *trips.axes)
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return trips.item.kernel(name, trips.store(dbias, sums[0].acc, rows))

@@ -154,8 +154,10 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, WARP, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  unit, loop, stationary, ready = over_keys(Mainloop, s, group, head_rules, key_range, tiles, q, k, v, do, lse, delta)
-  sums = loop.run(stationary, [Sum(unit.zeros(Dk, group.item), Factor.DS, 0)], ready)
+  unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
+  dq_sum = Sum(unit.zeros(Dk, group.item), Factor.DS, 0)
+  loop, ready = over_keys(Mainloop, s, unit, streamed, head_rules, key_range, q, k, v, do, lse, delta)
+  sums = loop.run(unit.stationary(ready), [dq_sum], ready)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
 
@@ -163,10 +165,10 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 def over_keys(
   kind: type[Mainloop],
   s: Scope,
-  group: Workgroup,
+  unit: "WarpMma",
+  streamed: list[SwizzledTiles],
   rules: HeadRules,
   key_range: TileRange,
-  tiles: Tiles,
   q: UOp,
   k: UOp,
   v: UOp,
@@ -174,14 +176,12 @@ def over_keys(
   lse: UOp,
   delta: UOp,
   *free: UOp,
-) -> "tuple[WarpMma, Mainloop, Any, UOp]":
-  """The loops of a workgroup that keeps queries and streams keys; shared memory is free after `free`.
+) -> tuple[Mainloop, UOp]:
+  """The loops of a workgroup that keeps queries and streams keys, and when both are in shared memory.
 
-  Returns:
-    The matrix unit, the loops, and what `Mainloop.run` takes: the stationary rows, and what is ready before it.
+  Shared memory is written after `free`.
   """
-  (heads, M, Dk), (kv_heads, _, Dv) = sizes(q), sizes(v)
-  unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
+  (heads, M, _), (kv_heads, _, _), group, tiles = sizes(q), sizes(v), unit.group, unit.tiles
   row_stats = RowStats(CUDA, lse, delta, group.head, rules.rules.moves)
   keys = [HeadView.of(x, group.head // (heads // kv_heads), rules.length) for x in (k, v)]
   sources = list(zip(streamed, keys, strict=True))
@@ -192,8 +192,7 @@ def over_keys(
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     return unit.score_rows(first, lambda query: row_stats.of(query, True))
 
-  loop = kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows)
-  return unit, loop, unit.stationary(ready), ready
+  return kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows), ready
 
 
 def backward_kv(

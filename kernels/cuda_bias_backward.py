@@ -13,7 +13,7 @@ from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
-from uopattn.kernels.cuda_backward import over_keys
+from uopattn.kernels.cuda_backward import WarpMma, over_keys
 
 
 class Tiles(BiasTiles):
@@ -56,11 +56,10 @@ def backward_bias(
   s, own = Scope(), tiles.loop
   trips = Trips.of(s, rules, work, own.warps, WARP, first)
   item, free = trips.item, [UOp.barrier(x) for x in trips.axes]  # memory is in use until all warps are done with a trip
-  unit, loop, stationary, ready = over_keys(
-    BiasMainloop, s, trips.group, trips.rules, trips.key_range, own, q, k, v, do, lse, delta, *free
-  )
+  unit, streamed = WarpMma.make(s, trips.group, own, q.dtype, Dk, Dv)
   rows = trips.rows(unit)
-  sums = loop.run(stationary, [zeros(s, rows, item.item)], ready, *trips.axes)
+  loop, ready = over_keys(BiasMainloop, s, unit, streamed, trips.rules, trips.key_range, q, k, v, do, lse, delta, *free)
+  sums = loop.run(unit.stationary(ready), [zeros(s, rows, item.item)], ready, *trips.axes)
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return item.kernel(name, trips.store(dbias, sums[0].acc, rows))
 

@@ -109,8 +109,9 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), 1, tiles.threads, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  unit, loop, kept = over_keys(Mainloop, s, group, head_rules, key_range, tiles, q, k, v, do, lse, delta)
+  unit = ThreadRows.make(s, group, tiles)
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
+  loop, kept = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
   sums = loop.run(kept, [dq_sum], dq_sum.acc)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
@@ -119,20 +120,18 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 def over_keys(
   kind: type[Mainloop],
   s: Scope,
-  group: Workgroup,
+  unit: "ThreadRows",
   rules: HeadRules,
   key_range: TileRange,
-  tiles: Tiles,
   q: UOp,
   k: UOp,
   v: UOp,
   do: UOp,
   lse: UOp,
   delta: UOp,
-) -> "tuple[ThreadRows, Mainloop, Any]":
-  """The unit, the loops and the stationary rows of a workgroup that keeps queries and streams keys."""
-  (heads, M, _), (kv_heads, _, _) = sizes(q), sizes(v)
-  unit = ThreadRows.make(s, group, tiles)
+) -> tuple[Mainloop, Any]:
+  """The loops and the stationary rows of a workgroup that keeps queries and streams keys."""
+  (heads, M, _), (kv_heads, _, _), group = sizes(q), sizes(v), unit.group
   row_stats = RowStats(GENERIC, lse, delta, group.head, rules.rules.moves)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -142,7 +141,7 @@ def over_keys(
   kv_head = group.head // (heads // kv_heads)
   sources = [HeadView.of(x, kv_head, rules.length, dtypes.float) for x in (k, v)]
   pipeline = unit.streamed(s, key_range, sources, filled, values_by_columns=True)
-  return unit, kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows), kept
+  return kind(s, unit, pipeline, rules, key_range, unit.tiles.block, score_rows), kept
 
 
 def backward_kv(

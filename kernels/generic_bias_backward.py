@@ -12,7 +12,7 @@ from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
-from uopattn.kernels.generic_backward import over_keys
+from uopattn.kernels.generic_backward import ThreadRows, over_keys
 
 
 class Tiles(BiasTiles):
@@ -46,11 +46,10 @@ def backward_bias(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   trips = Trips.of(s, rules, work, 1, tiles.loop.threads, first)
-  unit, loop, kept = over_keys(
-    BiasMainloop, s, trips.group, trips.rules, trips.key_range, tiles.loop, q, k, v, do, lse, delta
-  )
+  unit = ThreadRows.make(s, trips.group, tiles.loop)
   rows = trips.rows(unit)
   total = zeros(s, rows, trips.item.item)
+  loop, kept = over_keys(BiasMainloop, s, unit, trips.rules, trips.key_range, q, k, v, do, lse, delta)
   sums = loop.run(kept, [total], total.acc, *trips.axes)
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return trips.item.kernel(name, trips.store(dbias, sums[0].acc, rows))
