@@ -39,7 +39,14 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("hopper_fused_backward", "hopper_backward", "cuda_backward"),
   ),
 }
-BIAS = {"CPU": "cpu_bias_backward"}  # the modules of the gradients of biases, by `Target.runs`
+# The modules of the gradients of biases, by `Target.runs`.
+BIAS = {
+  "CPU": "cpu_bias_backward",
+  "AMD": "amd_bias_backward",
+  "METAL": "apple_bias_backward",
+  GENERIC: "generic_bias_backward",
+  "CUDA": "cuda_bias_backward",
+}
 DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that have kernels
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
