@@ -27,7 +27,7 @@ from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
 BLOCK_BYTES = 16 << 20
-ROWS = 64  # queries at a time are a multiple of this, as blocks of kernels are
+ROWS = 64  # queries at a time are a multiple of this, and of the kernel's blocks
 OF_MASK = {
   (True, True): Places.PAIRS,
   (True, False): Places.QUERIES,
@@ -209,6 +209,8 @@ def _in_parts(
   """
   spec = _spec_of(residuals, bias)
   launch, device, given = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.given(arguments)
+  if missing := -bias.count % launch.tiles.block_m:  # of whole blocks of queries
+    return _in_parts(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
   total, zero = None, Tensor.zeros(1, dtype=dtypes.int32, device=device)
   for first in range(0, spec.M, bias.count):
     start = (zero + first).contiguous()
