@@ -36,15 +36,16 @@ from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl.amd.fragments import MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
 from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
-from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, ScoreRow, Sum
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, Place, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import HIP, Hip
 from uopattn.dsl.packed import ALWAYS, words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
 
-GRADIENTS = ("dq", "dk_dv", "dk", "dv")
+GRADIENTS = ("dq", "dk_dv", "dk", "dv", "bias")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Tiles:
 
   Attributes:
     arch: the architecture, which decides the matrix instruction.
-    gradients: which the kernel computes: "dq", whose stationary rows are queries; "dk_dv", "dk" or "dv", with keys.
+    gradients: which the kernel computes: "dq", whose stationary rows are queries; "dk_dv", "dk" or "dv", with keys;
+      "bias" with queries, whose sums are of dS alone.
     waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
     block: rows per streamed tile.
@@ -99,11 +101,11 @@ class Tiles:
   @property
   def of_keys(self) -> bool:
     """Whether the stationary rows are keys."""
-    return self.gradients != "dq"
+    return self.gradients not in ("dq", "bias")
 
   def sums(self, Dk: int, Dv: int) -> tuple[int, ...]:
     """The sizes of the sums, each of which needs a streamed matrix transposed."""
-    return tuple(Dv if x == "dv" else Dk for x in self.gradients.split("_"))
+    return () if self.gradients == "bias" else tuple(Dv if x == "dv" else Dk for x in self.gradients.split("_"))
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of LDS per workgroup: the streamed tile as it is and transposed, lse and delta, and on RDNA3 P and dS."""
@@ -121,7 +123,8 @@ class Tiles:
     f, sums = self.fragments, self.sums(Dk, Dv)
     stationary = 3 if f.parts > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `Mma.load`
     operands = stationary + len(sums) * self.block // f.step
-    results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
+    of_scores = 3 if self.gradients == "bias" else 2  # S, dP and sums of dS
+    results = sum(ceildiv(x, MMA_SIZE) for x in sums) + of_scores * self.block // MMA_SIZE
     moving = self.block * (Dk + Dv + sum(sums)) * f.memory_bits // 32 // self.threads
     return self.row_tiles * (operands * f.parts * f.words + results * f.result) + moving
 
@@ -143,28 +146,58 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
-  head, head_rules = group.head, rules.at(group.head)
-  exists, key_range = head_rules.length.ne(0), head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, Factor.DS))
-  queries = [clamp(row, 0, M - 1) for row in unit.rows]  # past the end the last one
-  row_stats = [(row_lse(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
-
-  as_is = [(words_of(head_rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
-  transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
-  registers = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
-  pipeline = LdsTiles(registers, key_range)
-  first, offsets = unit.mma.lane_rows(tiles.block)
-
-  def score_rows(tile: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    rows = enumerate(zip(queries, row_stats, strict=True))
-    return [score_row(rules, query, first + tile, offsets, unit.places(i), *x) for i, (query, x) in rows]
-
-  stationary = [unit.load(HeadView.of(x, head, UOp.const(M)), queries) for x in (q, do)]
-  dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, len(as_is))
-  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
+  loop, pipeline, stationary = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
+  dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 2)  # K transposed is behind K and V
   sums = loop.run(stationary, [dq_sum], pipeline.prologue(dq_sum.acc))
   name = f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+
+
+def over_keys(
+  kind: type[Mainloop],
+  s: Scope,
+  unit: "WaveMma",
+  rules: HeadRules,
+  key_range: TileRange,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+) -> tuple[Mainloop, LdsTiles, Any]:
+  """The loops of a workgroup that keeps queries and streams keys, their pipeline, and the stationary rows.
+
+  Queries past the end are the last one for dQ, where nobody stores what they get. For a bias their P is 0.
+  """
+  (_, M, _), group, tiles, f = sizes(q), unit.group, unit.tiles, unit.tiles.fragments
+  exists, of_bias = rules.length.ne(0), tiles.gradients == "bias"
+  as_is = [(words_of(rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
+  transposed = [] if of_bias else [(words_of(rules.keys(k), exists), round_up(sizes(k)[2], MMA_SIZE))]
+  registers = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, rules.length, as_is, transposed)
+
+  def existing(query: UOp) -> UOp:
+    return clamp(query, 0, M - 1)
+
+  def row_stats(query: UOp) -> tuple[UOp, UOp]:
+    at = group.head, existing(query)
+    return row_lse(lse[at].load(), rules.rules), delta[at].load()
+
+  def score_rows(tile: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    rows = [(x.query if of_bias else existing(x.query), x) for x in unit.score_rows(tile, row_stats)]
+    return [
+      score_row(rules.rules, query, x.first, x.offsets, x.places, x.lse, x.neg_delta, of_bias)
+      for query, x in rows
+      if x.lse is not None
+    ]
+
+  pipeline = LdsTiles(registers, key_range)
+  loop = kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows)
+  queries = [existing(row) for row in unit.rows]
+  return loop, pipeline, [unit.load(HeadView.of(x, group.head, UOp.const(M)), queries) for x in (q, do)]
 
 
 def backward_kv(
@@ -294,6 +327,14 @@ class WaveMma:
     """The places of this lane's elements of its i-th row."""
     return [(i, e) for e in range(self.tiles.block // MMA_SIZE * self.mma.f.result)]
 
+  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
+    """This lane's score rows if its rows are queries, of keys from `first` on; `row_stats` gives lse and delta."""
+    (key, offsets), rows = self.mma.lane_rows(self.tiles.block), []
+    for i, row in enumerate(self.rows):
+      lse, delta = row_stats(row)
+      rows.append(ScoreRow(row, key + first, offsets, self.places(i), lse, -delta))
+    return rows
+
   def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
     """A transposed sum of `width` columns for each row, set to 0."""
     return s.filled(0.0, self.tiles.row_tiles, ceildiv(width, MMA_SIZE), self.mma.f.result, after=after)
@@ -363,8 +404,8 @@ def score_row(
   rules: Rules,
   query: UOp,
   first: UOp,
-  offsets: list[int],
-  places: list[tuple[int, int]],
+  offsets: Sequence[int],
+  places: Sequence[Place],
   lse: UOp,
   neg_delta: UOp,
   past_end: bool = False,

@@ -46,7 +46,7 @@ from uopattn.dsl.gpu.local_tile import LocalTile, StreamedTiles
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import METAL, Dialect
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
 
@@ -117,27 +117,40 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, LANES, last_first=rules.longest_last)
-  head, head_rules = group.head, rules.at(group.head)
+  head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
-  row_stats = RowStats(METAL, lse, delta, head, rules.moves)
-  found = [row_stats.of(row, True) for row in unit.rows]
-
-  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    key, offsets = first + unit.mma.column, unit.mma.offsets(tiles.block)
-    return [
-      ScoreRow(row, key, offsets, [(i, j) for j in range(len(offsets))], lse_i, -delta_i)
-      for i, (row, (lse_i, delta_i)) in enumerate(zip(unit.rows, found, strict=True))
-    ]
-
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
-  keys, values = (HeadView.of(x, head // (heads // kv_heads), head_rules.length) for x in (k, v))
-  pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
-  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
-  stationary = [HeadView.of(x, head, UOp.const(M)) for x in (q, do)]
-  sums = loop.run(unit.stationary(stationary), [dq_sum], dq_sum.acc)
+  loop, stationary = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
+  sums = loop.run(stationary, [dq_sum], dq_sum.acc)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+
+
+def over_keys(
+  kind: type[Mainloop],
+  s: Scope,
+  unit: "SimdgroupRows",
+  rules: HeadRules,
+  key_range: TileRange,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+) -> tuple[Mainloop, Any]:
+  """The loops and the stationary rows of a threadgroup that keeps queries and streams keys."""
+  (heads, M, _), (kv_heads, _, _), group, tiles = sizes(q), sizes(v), unit.group, unit.tiles
+  row_stats = RowStats(METAL, lse, delta, group.head, rules.rules.moves)
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    return unit.score_rows(first, lambda query: row_stats.of(query, True))
+
+  keys, values = (HeadView.of(x, group.head // (heads // kv_heads), rules.length) for x in (k, v))
+  pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
+  loop = kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows)
+  return loop, unit.stationary([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)])
 
 
 def backward_kv(
@@ -232,6 +245,14 @@ class SimdgroupRows:
     """This lane's stationary rows; some may be past the last one."""
     first = (self.group.block * self.tiles.warps + self.group.warp) * self.tiles.row_tiles * SIZE
     return [first + i * SIZE + self.mma.row for i in range(self.tiles.row_tiles)]
+
+  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
+    """This lane's score rows if its rows are queries, of keys from `first` on; `row_stats` gives lse and delta."""
+    key, offsets, rows = first + self.mma.column, self.mma.offsets(self.tiles.block), []
+    for i, row in enumerate(self.rows):
+      lse, delta = row_stats(row)
+      rows.append(ScoreRow(row, key, offsets, [(i, j) for j in range(len(offsets))], lse, -delta))
+    return rows
 
   def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
     """A sum of `width` columns for each row, set to 0."""

@@ -57,8 +57,8 @@ class Tiles:
         raise ValueError(f"Tiles.{name}={value}: must be at least {least}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
-    """Bytes of Q^T, O^T and P^T, and of the float32 tiles of K and V if these are widened."""
-    return 4 * ((Dk + Dv + self.block_n) * self.block_m + widen * (Dk + Dv) * self.block_n)
+    """Bytes of Q^T, O^T, P^T and a mask, and of the float32 tiles of K and V if these are widened."""
+    return 4 * ((Dk + Dv + 2 * self.block_n) * self.block_m + widen * (Dk + Dv) * self.block_n)
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -84,7 +84,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
 
   loop = keys.loop(s, *outer)
-  tile = keys.at(loop.index).with_pages(s, loop.axes)
+  tile = keys.at(loop.index).with_pages(s, loop.axes).with_mask(s, block.top, block_m, loop.axes)
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
     return tile.score(product, block.row(m), n)

@@ -27,7 +27,7 @@ Speed on an H200, where `hopper_backward` is faster, counting the minimum of fiv
 at D=128 in float16; float32 1.1 to 1.4 times PyTorch. scripts/results/KERNELS.md has more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -51,7 +51,8 @@ from uopattn.dsl.nvidia.score_gradients import (
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
 
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements per step -> an integer of their size
@@ -151,24 +152,47 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, WARP, last_first=rules.longest_last)
-  head, head_rules = group.head, rules.at(group.head)
+  head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
-  row_stats = RowStats(CUDA, lse, delta, head, rules.moves)
-  found = {place: row_stats.of(row, True) for place, row in unit.rows.items()}
-
-  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    return score_rows_by_row(unit.rows, found, first, tiles.block, group.lane)
-
   dq_sum = Sum(unit.zeros(Dk, group.item), Factor.DS, 0)
-  keys = [HeadView.of(x, head // (heads // kv_heads), head_rules.length) for x in (k, v)]
-  sources = list(zip(streamed, keys, strict=True))
-  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.dialect)
-  ready = pipeline.prologue(*unit.copy([HeadView.of(x, head, UOp.const(M)) for x in (q, do)]))
-  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
+  loop, ready = over_keys(Mainloop, s, unit, streamed, head_rules, key_range, q, k, v, do, lse, delta)
   sums = loop.run(unit.stationary(ready), [dq_sum], ready)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+
+
+def over_keys(
+  kind: type[Mainloop],
+  s: Scope,
+  unit: "WarpMma",
+  streamed: list[SwizzledTiles],
+  rules: HeadRules,
+  key_range: TileRange,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+  *free: UOp,
+) -> tuple[Mainloop, UOp]:
+  """The loops of a workgroup that keeps queries and streams keys, and when both are in shared memory.
+
+  Shared memory is written after `free`.
+  """
+  (heads, M, _), (kv_heads, _, _), group, tiles = sizes(q), sizes(v), unit.group, unit.tiles
+  row_stats = RowStats(CUDA, lse, delta, group.head, rules.rules.moves)
+  keys = [HeadView.of(x, group.head // (heads // kv_heads), rules.length) for x in (k, v)]
+  sources = list(zip(streamed, keys, strict=True))
+  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.dialect)
+  copies = unit.copy([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)], *free)
+  ready = pipeline.prologue(*free, *copies)
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    return unit.score_rows(first, lambda query: row_stats.of(query, True))
+
+  return kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows), ready
 
 
 def backward_kv(
@@ -267,11 +291,16 @@ class WarpMma:
     """A sum of `width` columns for each row, set to 0."""
     return self.mma.scope.filled(0.0, self.tiles.row_tiles, round_up(width, PAIR) // MMA_N, 4, after=after)
 
-  def copy(self, sources: list[HeadView]) -> list[UOp]:
+  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
+    """This lane's score rows if its rows are queries, of keys from `first` on; `row_stats` gives lse and delta."""
+    found = {place: row_stats(row) for place, row in self.rows.items()}
+    return score_rows_by_row(self.rows, found, first, self.tiles.block, self.group.lane)
+
+  def copy(self, sources: list[HeadView], *after: UOp) -> list[UOp]:
     """Start copying the stationary rows of both matrices to shared memory."""
     copies, zero = [], UOp.const(0)
     for panels, x in zip(self.panels, sources, strict=True):
-      copies += panels.fill_tile(zero, x, self.group.block, self.group.thread)
+      copies += panels.fill_tile(zero, x, self.group.block, self.group.thread, *after)
     return copies
 
   def stationary(self, ready: UOp) -> list[list[Left]] | None:

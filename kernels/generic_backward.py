@@ -17,7 +17,7 @@ Budget: `Tiles.registers` per thread, and `Tiles.local_bytes`, of the 16 or 32 K
 three barriers for dQ, and four for dK and dV: behind the tiles, each operand, and at its end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ from uopattn.dsl.gpu.thread_grid import GROUP, MOST_THREADS, ThreadGrid
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import GENERIC, Dialect
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
 
@@ -107,27 +107,41 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), 1, tiles.threads, last_first=rules.longest_last)
-  head, head_rules = group.head, rules.at(group.head)
+  head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   unit = ThreadRows.make(s, group, tiles)
-  row_stats = RowStats(GENERIC, lse, delta, head, rules.moves)
-  found = [row_stats.of(row, True) for row in unit.rows]
-
-  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    column, offsets = unit.grid.columns(tiles.block)
-    return [
-      ScoreRow(row, first + column, offsets, [(i, j) for j in offsets], lse_i, -delta_i)
-      for i, (row, (lse_i, delta_i)) in enumerate(zip(unit.rows, found, strict=True))
-    ]
-
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
-  kept, filled = unit.stationary([HeadView.of(x, head, UOp.const(M), dtypes.float) for x in (q, do)])
-  sources = [HeadView.of(x, head // (heads // kv_heads), head_rules.length, dtypes.float) for x in (k, v)]
-  pipeline = unit.streamed(s, key_range, sources, filled, values_by_columns=True)
-  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
+  loop, kept = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
   sums = loop.run(kept, [dq_sum], dq_sum.acc)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+
+
+def over_keys(
+  kind: type[Mainloop],
+  s: Scope,
+  unit: "ThreadRows",
+  rules: HeadRules,
+  key_range: TileRange,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+) -> tuple[Mainloop, Any]:
+  """The loops and the stationary rows of a workgroup that keeps queries and streams keys."""
+  (heads, M, _), (kv_heads, _, _), group = sizes(q), sizes(v), unit.group
+  row_stats = RowStats(GENERIC, lse, delta, group.head, rules.rules.moves)
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    return unit.score_rows(first, lambda query: row_stats.of(query, True))
+
+  kept, filled = unit.stationary([HeadView.of(x, group.head, UOp.const(M), dtypes.float) for x in (q, do)])
+  kv_head = group.head // (heads // kv_heads)
+  sources = [HeadView.of(x, kv_head, rules.length, dtypes.float) for x in (k, v)]
+  pipeline = unit.streamed(s, key_range, sources, filled, values_by_columns=True)
+  return kind(s, unit, pipeline, rules, key_range, unit.tiles.block, score_rows), kept
 
 
 def backward_kv(
@@ -201,6 +215,14 @@ class ThreadRows:
   def rows(self) -> list[UOp]:
     """This thread's stationary rows; some may be past the last one."""
     return [self.group.block * self.tiles.rows + self.grid.first + i for i in range(self.tiles.own)]
+
+  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
+    """This thread's score rows if its rows are queries, of keys from `first` on; `row_stats` gives lse and delta."""
+    (column, offsets), rows = self.grid.columns(self.tiles.block), []
+    for i, row in enumerate(self.rows):
+      lse, delta = row_stats(row)
+      rows.append(ScoreRow(row, first + column, offsets, [(i, j) for j in offsets], lse, -delta))
+    return rows
 
   def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
     """A sum of `width` columns for each row, set to 0."""

@@ -104,9 +104,76 @@ def test_buffers_that_a_function_has_are_read_in_place(name: str) -> None:
     np.testing.assert_array_equal(got.numpy(), of_cache(q, cache).numpy())
 
 
-def test_gradients_end_in_one_line() -> None:
-  q, k, v = inputs("CPU")
-  with pytest.raises(NotImplementedError, match=r"^tinygrad 0.14 takes no gradient of kernels inside a [^\n]*$"):
-    function(of_views)(q, k, v).sum().gradient(q)
-  by_reference = function(lambda *x: attention(*x, backend="reference"))(q, k, v).sum().gradient(q)[0]
-  np.testing.assert_allclose(by_reference.numpy(), attention(q, k, v).sum().gradient(q)[0].numpy(), atol=1e-5)
+def with_lengths(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+  lengths = (x[:1] * 0 + 33).cast(dtypes.int)
+  return attention(q, k, v, kv_lengths=lengths, backend="kernel")
+
+
+def of_causal(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+  return attention(q, k, v, is_causal=True, backend="kernel") * x.reshape(1, H, 1, 1)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+  return attention(q, k, v, sinks=x * 2, backend="kernel")
+
+
+def with_slopes(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+  mod = lambda score, b, h, i, j, t: score - t[h] * (i - j).cast(dtypes.float)  # noqa: E731
+  return attention(q, k, v, score_mod=mod, aux=(x * 3,), backend="kernel")
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+  mask = x.reshape(1, H, 1, 1).expand(1, H, N, 1) * Tensor.arange(N)
+  out, lse = attention(q, k, v, attn_mask=mask, return_lse=True, backend="kernel")
+  return out + lse.unsqueeze(-1).sin()
+
+
+# A function of transposed q, k and v and of (H,) numbers, and where it runs.
+WITH_GRADIENTS: dict[str, tuple[Callable[..., Tensor], str]] = {
+  "views": (of_causal, "CPU"),
+  "on sm_80": (of_causal, "sm_80"),
+  "on gfx1201": (of_causal, "gfx1201"),
+  "lengths": (with_lengths, "CPU"),
+  "sinks": (with_sinks, "CPU"),
+  "slopes": (with_slopes, "CPU"),
+  "a mask, and the LSE": (with_lse, "CPU"),
+  "plain ops": (lambda q, k, v, x: attention(q, k, v, sinks=x, backend="reference"), "CPU"),
+}
+
+
+@pytest.mark.parametrize("precompile", [False, True])
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_gradients(name: str, precompile: bool) -> None:
+  """Those outside of a function, also in a TinyJit that is given other inputs."""
+  body, target = WITH_GRADIENTS[name]
+
+  def of_views(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return body(*(y.transpose(1, 2) for y in (q, k, v)), x)
+
+  def step(f: Callable[..., Tensor], *x: Tensor) -> list[Tensor]:
+    found = f(*x).float().square().sum().gradient(*x)
+    Tensor.realize(*found)
+    return list(found)
+
+  with Context(DEV="CPU") if target == "CPU" else on(target), Context(TRAINING=1):
+    f = function(of_views, precompile=precompile)
+    captured = TinyJit(lambda *x: step(f, *x))
+    for seed in range(3):
+      random = np.random.default_rng(seed)
+      x = [*inputs(target), placed(random.standard_normal(H, np.float32))]
+      for got, want in zip(captured(*x), step(of_views, *x), strict=True):
+        np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-5, atol=1e-4)  # tinygrad's own sums differ
+
+
+def test_where_there_are_no_gradients_one_line_says_so() -> None:
+  x = inputs("CPU")[0].transpose(1, 2).contiguous().realize()
+  start = UOp.variable("start", 0, 9).bind(3)
+  f = function(lambda x: attention(x, x, x, is_causal=True, q_start=start), allow_implicit=True)
+  with pytest.raises(NotImplementedError, match=r"^inside a tinygrad.function kernels have gradients on [^\n]*$"):
+    f(x).sum().gradient(x)
+
+
+def test_no_dropout() -> None:
+  x = inputs("CPU")[0]
+  with Context(TRAINING=1), pytest.raises(ValueError, match=r"^dropout_p is 0.1; inside a tinygrad.function, [^\n]*$"):
+    function(lambda x: attention(x, x, x, dropout_p=0.1))(x)

@@ -13,6 +13,7 @@ from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes, func
 
 import uopattn
 from uopattn.integrate.patch import causal_start
+from uopattn.plan import forward
 from uopattn.proof.gate import verify_gradients
 from uopattn.runtime.log import log_once
 
@@ -260,12 +261,18 @@ def test_a_cache_is_read_in_place(inside: str, rows: int) -> None:
     assert count < kernels(own=True)
 
 
-def test_training_inside_a_function_is_tinygrads_own() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_training_inside_a_function(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+  """By kernels; by tinygrad where kernels would have no gradients."""
+  if not compiled:
+    monkeypatch.setattr(forward, "is_compiled", lambda device: False)
   q, k, v = qkv(1, 2, 2, 8, 8, 16, 16)
   f = function(lambda q, k, v: q.scaled_dot_product_attention(k, v, is_causal=True))
-  with uopattn.patch(), Context(TRAINING=1):
-    grads = f(q, k, v).sum().gradient(q, k, v)
-  assert all(np.isfinite(x.numpy()).all() for x in grads)
+  want = f(q, k, v).square().sum().gradient(q, k, v)
+  with uopattn.patch(backend="kernel" if compiled else "auto"), Context(TRAINING=1):
+    got = f(q, k, v).square().sum().gradient(q, k, v)
+  for x, y in zip(got, want, strict=True):
+    np.testing.assert_allclose(x.numpy(), y.numpy(), atol=1e-5)
 
 
 CAUSAL = {

@@ -12,6 +12,7 @@ from uopattn.api.shapes import check_axes, with_four_axes, with_known_sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.division import Division, division_of, run
+from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout
 from uopattn.spec.layout import distinct_heads
@@ -273,6 +274,9 @@ class Call:
     """
     arguments = self.arguments
     if self.spec.dropout_p > 0:
+      if in_function():
+        given = f"dropout_p is {arguments.dropout_p}"
+        raise ValueError(f"{given}; inside a tinygrad.function, where no seed can be drawn, it must be 0")
       arguments = replace(arguments, seed=draw_seed(self.q.device))
     out, lse = run(self.division, launch, self.q, self.k, self.v, arguments, backend)
     out, lse = self.restored(out).cast(self.dtype), self.restored(lse)

@@ -9,6 +9,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
+from uopattn.dsl.rules.bias import Bias, BiasWork
 from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.target import Target
 
@@ -40,6 +41,7 @@ class Problem:
     kv_dtype: dtype of k and v if it is not q's, else None.
     tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.
     values_in_keys: whether V is the first Dv columns of K, in the same memory.
+    bias: the bias whose gradient is wanted; None if that is no kernel's task.
   """
 
   B: int
@@ -57,6 +59,7 @@ class Problem:
   kv_dtype: DType | None = None
   tf32: bool = False
   values_in_keys: bool = False
+  bias: Bias | None = None
 
   @property
   def heads(self) -> int:
@@ -169,6 +172,8 @@ DELTA = replace(LSE, name="delta")
 DQ = replace(Q, name="dq")
 DK = Buffer("dk", lambda p, *_: (p.B, p.Hkv, p.N, p.Dk))
 DV = Buffer("dv", lambda p, *_: (p.B, p.Hkv, p.N, p.Dv))
+DBIAS = Buffer("dbias", lambda p, tiles, _: BiasWork.of(p, tiles).shape, in_float32, scratch=True)
+FIRST = Buffer("first", lambda *_: (1,), lambda problem: dtypes.int32, scratch=True)  # only if `Bias.count` is not 0
 GRADIENTS = {x.name: x for x in (DQ, DK, DV)}
 # On a CPU each key head has `tiles.parts` sums, which the caller adds up.
 DK_SUMS = Buffer("dk", lambda p, tiles, _: (p.B, p.Hkv * tiles.parts, p.N, p.Dk), in_float32)
@@ -186,8 +191,8 @@ class Kernel:
   Attributes:
     build: returns the graph. It takes the buffers that are not unread by name, and the keywords in `params`.
     buffers: the buffers of a call, in order. The Tensors of the arguments follow them.
-    params: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
-      q.k.
+    params: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", "scale", the factor on q.k,
+      and "work", what the gradient of a bias adds up (see `uopattn.dsl.rules.bias`).
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
     gradients: those that it computes, if its tiles differ from those of the schedule's other kernels: "dq", "dk_dv",
@@ -220,6 +225,11 @@ class Kernel:
   def backward(cls, build: Callable[..., UOp], *gradients: Buffer, **given: Any) -> "Kernel":
     """A backward kernel: build(gradients, q, k, v, do, lse, delta, *, rules, tiles)."""
     return cls(build, (*(x.written for x in gradients), Q, K, V, DO, LSE, DELTA), **given)
+
+  @classmethod
+  def bias(cls, build: Callable[..., UOp]) -> "Kernel":
+    """A kernel of a bias: build(dbias, q, k, v, do, lse, delta, first or None, *, work, rules, tiles)."""
+    return cls(build, (DBIAS.written, Q, K, V, DO, LSE, DELTA, FIRST), ("work", "rules", "tiles"))
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ from tinygrad.uop.ops import GroupOp, Ops
 from uopattn.api.attention import Call, check_backend
 from uopattn.integrate.handle import Handle, Switch, replace_method
 from uopattn.plan.dispatch import NoKernel
+from uopattn.plan.forward import has_gradients
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.shards import Devices
 
 Start = int | UOp
 # SHA-256 of the source of the MLA block's method in tinygrad 0.14.0.
@@ -47,8 +49,9 @@ def patch(*, backend: str = "auto", log: bool = True) -> Handle:
 
   Keys and values that are views of a cache are read in place, as are those of symbolic length. Causal masks made by
   `Tensor.full(shape, -inf).triu(start + 1)`, as in tinygrad's own models, are recognised: hidden tiles are skipped.
-  In a `tinygrad.function` tinygrad's attention stays while `TRAINING` is set, as gradients of kernels end there. Of
-  tinygrad.llm, if it can be imported, the blocks with multi-head latent attention use kernels too.
+  In a `tinygrad.function`, while `TRAINING` is set, tinygrad's attention stays where kernels have no gradients: with
+  dropout or Variables, on several devices, and on GPUs of which tinygrad itself renders the kernels. Of tinygrad.llm,
+  if it can be imported, the blocks with multi-head latent attention use kernels too.
 
   Args:
     backend: "kernel" raises an error if no kernel serves a call; "auto" uses tinygrad's own attention.
@@ -131,10 +134,11 @@ def served(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Tensor | No
   if options is None:
     return None
   try:
-    if in_function() and TRAINING:
-      raise NoKernel("TRAINING is set, and tinygrad takes no gradient of kernels inside a tinygrad.function")
     call = Call.of(q, k, v, arguments)
     launch = call.division.launch()
+    drops = in_function() and call.spec.dropout_p > 0
+    if TRAINING and (drops or not has_gradients(launch, cast(Devices, q.device))):
+      raise NoKernel("TRAINING is set, and kernels have no gradients, or no dropout, in this tinygrad.function")
   except (TypeError, ValueError) as error:
     if options.backend == "kernel":
       raise ValueError(f"uopattn.patch(backend='kernel'): {error}") from error

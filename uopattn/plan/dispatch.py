@@ -39,6 +39,14 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("hopper_fused_backward", "hopper_backward", "cuda_backward"),
   ),
 }
+# The modules of the gradients of biases, by `Target.runs`.
+BIAS = {
+  "CPU": "cpu_bias_backward",
+  "AMD": "amd_bias_backward",
+  "METAL": "apple_bias_backward",
+  GENERIC: "generic_bias_backward",
+  "CUDA": "cuda_bias_backward",
+}
 DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that have kernels
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
@@ -215,6 +223,17 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   """
   among = [x for x in schedules_on(target, backward=True) if x.preferred(spec, target)]
   return _first(among, spec, target, reasons_of=-1)
+
+
+def bias_launch(spec: AttentionSpec, target: Target) -> Launch:
+  """Return the launch of the kernel for the gradient of the bias of a spec.
+
+  Raises:
+    NoKernel: no kernel serves it.
+  """
+  if (module := BIAS.get(target.runs)) is None:
+    raise NoKernel(f"no kernel for gradients of biases for device {target.device}")
+  return launches_of(import_module(f"uopattn.kernels.{module}").SCHEDULE, spec, target)[0]
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:

@@ -4,16 +4,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.plan.context_parallel import ROWS, ContextParallel
-from uopattn.plan.gradient import differentiable
+from uopattn.plan.forward import has_gradients
+from uopattn.plan.gradient import differentiable, with_differentiable
 from uopattn.plan.sharded import Sharded, axes_of
 from uopattn.runtime.function import in_function
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import devices_of, gradient_of, joined, part_of, written_by_kernel
+from uopattn.spec.shards import Devices, devices_of, gradient_of, joined, part_of, written_by_kernel
 from uopattn.spec.spec import AttentionSpec
 
 
@@ -121,12 +122,40 @@ def run(
 ) -> Sequence[Tensor]:
   """Return the output and the LSE, with their gradients; see `Division` for the arguments."""
   results = division.forward(launch, q, k, v, arguments)
-  # Plain ops on one device have gradients of any order. In a function, `forward` lets gradients of kernels raise.
-  if in_function() if launch else isinstance(division, Sharded) and len(division.devices) == 1:
+  # Plain ops on one device have gradients of any order. Where kernels have none, `forward` lets them raise an error.
+  if launch is None and isinstance(division, Sharded) and len(division.devices) == 1:
+    return results
+  if launch is not None and not has_gradients(launch, cast(Devices, q.device)):
     return results
   operands = {"q": q, "k": k, "v": v} | differentiable(arguments)
   backend = "reference" if launch is None else backend
-  return with_gradients(results, operands, partial(division.gradients, arguments=arguments, backend=backend))
+  gradients = partial(division.gradients, backend=backend)
+  if in_function():
+    return _with_gradients_in_function(results, operands, gradients, arguments)
+  return with_gradients(results, operands, partial(gradients, arguments=arguments))
+
+
+def _with_gradients_in_function(
+  results: Sequence[Tensor],
+  operands: Mapping[str, Tensor],
+  gradients: Callable[..., Sequence[Tensor | None]],
+  arguments: Arguments,
+) -> tuple[Tensor, ...]:
+  """Return the results with gradients, in which all Tensors of the arguments are those that the call is given.
+
+  tinygrad replaces what a function reads by parameters, in calls, but not in the Tensors that their gradients know.
+  """
+  others = {f"argument {i}": x for i, (_, x) in enumerate(arguments.tensors())}
+
+  def of_call(
+    results: Sequence[Tensor], given: dict[str, Tensor], grads: Sequence[Tensor | None]
+  ) -> list[Tensor | None]:
+    own = arguments.with_tensors(given[name] for name in others)
+    own = with_differentiable(own, {name: given[name] for name in operands})
+    found = gradients(results, {name: given[name] for name in operands}, grads, arguments=own)
+    return [*found, *[None] * len(others)]
+
+  return with_gradients(results, {**operands, **others}, of_call)
 
 
 def with_gradients(

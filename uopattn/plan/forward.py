@@ -1,7 +1,7 @@
 """The forward pass of `attention` with kernels."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from tinygrad import Tensor, UOp
 
@@ -9,6 +9,7 @@ from uopattn.plan.dispatch import stages
 from uopattn.plan.gradient import with_heads_first
 from uopattn.plan.launch import Gradient, Launch, Tensors
 from uopattn.runtime.function import in_function
+from uopattn.runtime.prepare import is_compiled
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.layout import flat_base
 from uopattn.spec.shards import Devices
@@ -36,14 +37,28 @@ def forward(
   if arguments.block_mask is not None and launch.spec.block_heads is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
-  gradient = _none_in_functions if in_function() else None
+  gradient = None if has_gradients(launch, cast(Devices, q.device)) else _none_in_functions
   return run_stages(launch, cast(Devices, q.device), given, results, arguments.variables(), gradient)
+
+
+def has_gradients(launch: Any, device: Devices) -> bool:
+  """Return whether a call of forward kernels has gradients: always, outside of a `tinygrad.function`.
+
+  tinygrad renumbers what a function's gradient reads, and with it the buffers of kernels that it sees (in gradient.py,
+  `_compact_params`). It sees those of kernels that it renders itself, and the Variables of all kernels.
+
+  Args:
+    launch: of `Division.launch`.
+  """
+  if not in_function():
+    return True
+  return isinstance(device, str) and is_compiled(device) and not launch.spec.variables and launch.spec.block_mod is None
 
 
 def _none_in_functions(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
   raise NotImplementedError(
-    "tinygrad 0.14 takes no gradient of kernels inside a tinygrad.function: call attention outside of it, or with "
-    "backend='reference'"
+    "inside a tinygrad.function kernels have gradients on one device, on CPUs and GPUs of AMD and NVIDIA, without "
+    "Variables and without a block_mask: call attention outside of it, or with backend='reference'"
   )
 
 

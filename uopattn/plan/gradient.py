@@ -12,20 +12,21 @@ weights P, dropout factors Z (0, or 1 / (1 - p)), output O, LSE L, and dX the gr
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
-from uopattn.plan.dispatch import NoKernel, backward_on, delta_launch, sums_launch
+from uopattn.dsl.rules.masks import NO_ORIGIN
+from uopattn.plan import bias
+from uopattn.plan.dispatch import NoKernel, backward_on, sums_launch
 from uopattn.plan.launch import Launch, Tensors
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
-from uopattn.plan.target import target_of
+from uopattn.plan.residuals import Residuals, no_further
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.layout import flat_base
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec
 
@@ -42,9 +43,9 @@ def gradients_of(
 ) -> list[Tensor | None]:
   """Return the gradients of q, k, v and of what `differentiable` lists.
 
-  Those of sinks, of an additive mask and of the aux that score_mod reads are tinygrad's own ops, which run only if they
-  are asked for; the last two store (B, Hq, M, N) scores. tinygrad does not tell which gradients it needs, so their
-  graphs are always built: some 20 ms of Python for a mask and 50 ms for score_mod's aux, outside of a `TinyJit`.
+  Those of sinks are tinygrad's own ops. So are those of an additive mask and of the aux that score_mod reads where no
+  kernel serves them (`uopattn.plan.bias`), and then store (B, Hq, M, N) scores. All run only if they are asked for.
+  tinygrad does not tell which gradients it needs, so their graphs are always built, and their kernels lowered.
 
   Args:
     results: the output and the LSE.
@@ -72,48 +73,6 @@ def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tup
     return None
 
 
-@dataclass(frozen=True, eq=False)
-class Residuals:
-  """The inputs of a backward pass. Where it goes by parts of the keys, each part has the delta of the whole.
-
-  Attributes:
-    q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
-    lse: (B, Hq, M) float32.
-    do: the gradient of the output, (B, Hq, M, Dv), in its dtype.
-    delta: rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key.
-  """
-
-  spec: AttentionSpec
-  q: Tensor
-  k: Tensor
-  v: Tensor
-  lse: Tensor
-  do: Tensor
-  delta: Tensor
-
-  @classmethod
-  def of(
-    cls,
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    do: Tensor | None,
-    dlse: Tensor | None = None,
-  ) -> "Residuals":
-    """Make one from the output, the LSE and their gradients, of which None is 0."""
-    do = (out.zeros_like() if do is None else do).cast(out.dtype)
-    # Contiguous as the output is.
-    do = do.transpose(1, 2).contiguous().transpose(1, 2) if spec.layout("o") else do.contiguous()
-    device = cast(Devices, q.device)
-    launch = delta_launch(spec, target_of(devices_of(device)[0]), dlse is not None)
-    given = {name: [flat_base(name, x, spec.layout(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
-    given |= {} if dlse is None else {"dlse": [dlse.float().contiguous()]}
-    return cls(spec, q, k, v, lse, do, launch.run(device, given, gradient=_no_further)["delta"])
-
-
 def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
   """Return the output as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
   if spec.layout("o") is None:
@@ -136,7 +95,11 @@ def differentiable(arguments: Arguments) -> dict[str, Tensor]:
 
 def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
   """Return the arguments with these in the place of what `differentiable` lists, and with all others detached."""
-  found = arguments.detached()
+  return with_differentiable(arguments.detached(), leaves)
+
+
+def with_differentiable(found: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
+  """Return the arguments with these in the place of what `differentiable` lists."""
   aux = tuple(leaves.get(f"aux[{i}]", x) for i, x in enumerate(found.aux))
   return replace(
     found, aux=aux, attn_mask=leaves.get("attn_mask", found.attn_mask), sinks=leaves.get("sinks", found.sinks)
@@ -151,10 +114,7 @@ def by_kernels(
   Args:
     results: buffers to write to, by name; missing ones are new.
   """
-  given: dict[str, Sequence[Tensor]] = {name: [getattr(residuals, name)] for name in ("lse", "delta")}
-  for name in ("q", "k", "v", "do"):
-    given[name] = [flat_base(name, getattr(residuals, name), residuals.spec.layout(name))]
-  given |= arguments.buffers() | dict(results)
+  given = residuals.given(arguments) | dict(results)
   return run_backward(launches, cast(Devices, residuals.q.device), given, arguments.variables(), arguments.block_mask)
 
 
@@ -173,7 +133,7 @@ def run_backward(
   found: dict[str, Tensor] = {}
   for launch in launches:
     lists = {"tile_lists": launch.lists(mask)} if mask is not None and launch.spec.block_heads is not None else {}
-    results = launch.run(device, {**given, **lists}, variables, _no_further)
+    results = launch.run(device, {**given, **lists}, variables, no_further)
     found, given = found | results, {**given, **{name: [x] for name, x in results.items()}}
   return [found["dq"], *(summed(found[name], launches[0].spec) for name in ("dk", "dv"))]
 
@@ -183,11 +143,7 @@ def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
   parts, D = int(x.shape[1]) // spec.Hkv, int(x.shape[3])
   if parts == 1 and x.dtype == spec.stored:
     return x
-  return sums_launch(spec, parts, D).run(cast(Devices, x.device), {"sums": [x]}, gradient=_no_further)["o"]
-
-
-def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
-  raise NotImplementedError("the gradient of attention has no gradient itself through kernels; backend='reference' has")
+  return sums_launch(spec, parts, D).run(cast(Devices, x.device), {"sums": [x]}, gradient=no_further)["o"]
 
 
 def of_inputs(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
@@ -199,6 +155,11 @@ def of_inputs(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]
   return found + (_of_aux(residuals, arguments, of_aux) if of_aux else [])
 
 
+def _with_bias_kernels(residuals: Residuals) -> bool:
+  """Whether kernels compute the gradients of biases: on one device, of all of an attention."""
+  return isinstance(residuals.q.device, str) and residuals.spec.origin == NO_ORIGIN
+
+
 def of_sinks(residuals: Residuals, sinks: Tensor) -> Tensor:
   """Return the gradient of the sinks, (Hq,). A row that sees neither a key nor a sink has a delta of 0."""
   lse = residuals.lse.eq(-math.inf).where(0, residuals.lse)
@@ -207,6 +168,11 @@ def of_sinks(residuals: Residuals, sinks: Tensor) -> Tensor:
 
 def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
   """Return the gradient of an additive mask of four axes: that of the scores, summed where the mask broadcasts."""
+  if _with_bias_kernels(residuals):
+    try:
+      return bias.of_mask(residuals, arguments, mask)
+    except NoKernel as error:
+      log_once(f"the gradient of attn_mask goes through plain tinygrad ops: {error}")
   scores = scores_of(residuals.q, residuals.k, residuals.spec, arguments)
   grad = of_scores(residuals, scores, arguments)
   for axis in (3, 2, 1, 0):
@@ -216,7 +182,12 @@ def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
 
 
 def _of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[str, Tensor]) -> list[Tensor | None]:
-  """Return the gradients of the aux that score_mod reads, differentiating the scores with tinygrad."""
+  """Return the gradients of the aux that score_mod reads, by kernels or differentiating the scores with tinygrad."""
+  if _with_bias_kernels(residuals):
+    try:
+      return bias.of_aux(residuals, arguments, {int(name[len("aux[") : -1]): x for name, x in aux.items()})
+    except NoKernel as error:
+      log_once(f"the gradient of aux goes through plain tinygrad ops: {error}")
   leaves = {name: x.detach() for name, x in aux.items()}
   scores = scores_of(residuals.q.detach(), residuals.k.detach(), residuals.spec, _with_leaves(arguments, leaves))
   total = (scores * of_scores(residuals, scores, arguments).detach()).sum()

@@ -13,6 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type
 from uopattn.dsl.instruction import typed
+from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.head_view import Pages, Scales
 from uopattn.dsl.rules.masks import Table
 from uopattn.dsl.rules.quantized import unit
@@ -61,8 +62,13 @@ class Launch:
 
   @property
   def own(self) -> tuple[Buffer, ...]:
-    """The buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
-    return tuple(x for x in self.kernel.buffers if self.spec.return_lse or (x.name, x.mode) != ("lse", "write"))
+    """The buffers of a call that are not arguments, in order.
+
+    The LSE is among them only if it is wanted, and the first query only if not all are wanted.
+    """
+    without = set() if self.spec.return_lse else {("lse", "write")}
+    without |= set() if self.spec.bias is not None and self.spec.bias.count else {("first", "read")}
+    return tuple(x for x in self.kernel.buffers if (x.name, x.mode) not in without)
 
   def shape(self, buffer: Buffer) -> tuple[int, ...]:
     """Return the shape of a buffer of a call, but for a layout."""
@@ -99,6 +105,8 @@ class Launch:
     if getattr(self.tiles, "values_in_keys", False) and not self.spec.values_in_keys:
       raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
     wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale}
+    if "work" in self.kernel.params:
+      wanted["work"] = BiasWork.of(self.spec, self.tiles)
     if "rules" in self.kernel.params:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     read_or_written = [(x, place) for x, place in zip(own, places, strict=False) if x.mode != "unread"]
@@ -206,6 +214,9 @@ def rules_of(
   if "scales" in given:
     keys, values = given["scales"]
     given["scales"] = Scales(keys, values, operand, unit(spec.stored, operand))
+  if spec.bias is not None and spec.bias.read is not None:
+    assert spec.score_mod is not None
+    given["bias_slope"] = spec.score_mod.slope(tables["aux"], spec.bias.read)
   if "page_table" in given:
     given["pages"] = Pages(given.pop("page_table"), *spec.kept)
   return Rules(

@@ -50,6 +50,11 @@ def compiled(build: Build, device: str, target: Target, *given: Any) -> UOp:
   return compile_for(kernel, device, work)
 
 
+def is_compiled(device: str) -> bool:
+  """Return whether `prepared` returns a PROGRAM for a device, whose buffers tinygrad does not see."""
+  return device.split(":")[0] == "EMU" or compiler(device) is not None
+
+
 def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   """Return the function that compiles our kernels for a device; None if tinygrad's own renderer and runtime do.
 

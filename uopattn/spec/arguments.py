@@ -7,7 +7,7 @@ rules in `uopattn.dsl.rules.masks` and `uopattn.plan.reference` instead of the `
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -363,13 +363,17 @@ class Arguments:
     forms = ((name, declared.tensors(value)) for name, declared, value in self.given)
     return {name: [x.contiguous() for x in xs] for name, xs in forms if xs}
 
-  def detached(self) -> "Arguments":
-    """Return a copy with each Tensor, as kernels take it, detached; except those of a block mask."""
-    found: dict[str, Any] = {}
+  def with_tensors(self, tensors: Iterable[Tensor]) -> "Arguments":
+    """Return a copy with other Tensors in the place of those of `tensors`; except those of a block mask."""
+    found, left = dict[str, Any](), iter(tensors)
     for name, declared, value in self.given:
-      if name != "block_mask" and (xs := tuple(x.detach() for x in declared.tensors(value))):
+      if name != "block_mask" and (xs := tuple(next(left) for _ in declared.tensors(value))):
         found[name] = xs if isinstance(value, tuple) else xs[0]
     return replace(self, **found)
+
+  def detached(self) -> "Arguments":
+    """Return a copy with each Tensor, as kernels take it, detached; except those of a block mask."""
+    return self.with_tensors(x.detach() for _, x in self.tensors())
 
   def variables(self) -> tuple[UOp, ...]:
     """Return the distinct bound Variables, without those of only one possible value: tinygrad makes them constants."""

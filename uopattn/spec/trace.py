@@ -12,6 +12,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.masks import Table
+from uopattn.dsl.rules.rules import vjp
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
@@ -37,6 +38,62 @@ class Mod:
   def __call__(self, tables: tuple[Table, ...]) -> Callable[..., UOp]:
     """Return the function of UOps that a kernel calls; it reads `tables`."""
     return lambda *given: _result(self.function(*map(Symbol, given), *map(Symbol, tables)), self.dtype)
+
+  def slope(self, tables: tuple[Table, ...], read: tuple[int, int]) -> Callable[..., UOp]:
+    """Return (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative with respect to a number that is read.
+
+    Args:
+      read: the number of its table, and of the read among those of this table.
+    """
+    of_table, number = read
+
+    def slope(*given: UOp) -> UOp:
+      *at, grad = given
+      logs = tuple(Reads(x.buffer) for x in tables)
+      self(logs)(*at)
+
+      def with_number(x: UOp) -> UOp:
+        replaced = (Reads(y.buffer, number if i == of_table else None, x) for i, y in enumerate(tables))
+        return self(tuple(replaced))(*at)
+
+      return vjp(with_number, logs[of_table].values[number].cast(dtypes.float), grad)
+
+    return slope
+
+  def reads(
+    self, lengths: tuple[int, int, int, int], aux: tuple[Tensor, ...]
+  ) -> tuple[list[UOp], list[list[tuple[UOp, ...]]]]:
+    """Return b, h, q_idx and kv_idx as symbols, and for each aux Tensor the indices by which it is read.
+
+    Args:
+      lengths: B, Hq, M and N.
+    """
+    indices, score = _symbols(lengths)
+    tables = tuple(Reads(x) for x in _placeholders(aux))
+    self(tables)(score, *indices)
+    return indices, [x.indices for x in tables]
+
+
+class Reads(Table):
+  """A table that keeps a list of what is read.
+
+  Attributes:
+    indices, values: of each read.
+    number, by: the read whose value is replaced, and by what; None if none is.
+  """
+
+  def __init__(self, buffer: UOp, number: int | None = None, by: UOp | None = None):
+    super().__init__(buffer)
+    self.indices: list[tuple[UOp, ...]] = []
+    self.values: list[UOp] = []
+    self.number, self.by = number, by
+
+  def __getitem__(self, index: int | UOp | tuple[int | UOp, ...]) -> UOp:
+    found, places = super().__getitem__(index), index if isinstance(index, tuple) else (index,)
+    self.indices.append(tuple(x if isinstance(x, UOp) else UOp.const(x) for x in places))
+    self.values.append(found)
+    replaced = self.by is not None and len(self.values) - 1 == self.number
+    return self.by.cast(self.dtype) if replaced and self.by is not None else found
 
 
 class Symbol:
@@ -114,9 +171,9 @@ def trace_mod(
     TypeError: the function cannot be traced; the message says what to write instead.
     MissingAux: the function is a mod of `uopattn.mods` that reads a Tensor beyond the end of aux.
   """
-  indices = [UOp.variable(x, 0, max(n - 1, 0), dtypes.int, param=True) for x, n in zip(INDICES, lengths, strict=True)]
-  score = [UOp.variable("score", -float("inf"), float("inf"), dtypes.float, param=True)] if name == "score_mod" else []
-  tables = [Table(UOp.placeholder(tuple(map(int, x.shape)), x.dtype, i)) for i, x in enumerate(aux)]
+  indices, of_score = _symbols(lengths)
+  score = [of_score] if name == "score_mod" else []
+  tables = [Table(x) for x in _placeholders(aux)]
   dtype = dtypes.float if name == "score_mod" else dtypes.bool
   signature = f"{name}({', '.join([*(['score'] if score else []), *INDICES, '*aux'])})"
   try:
@@ -135,6 +192,16 @@ def trace_mod(
   if dtype == dtypes.bool and isinstance(result, UOp) and result.dtype != dtypes.bool:
     raise TypeError(f"mask_mod returns {result.dtype}; it must return a bool, as a comparison gives")
   return Mod(_result(result, dtype), function, dtype)
+
+
+def _symbols(lengths: tuple[int, int, int, int]) -> tuple[list[UOp], UOp]:
+  """Return symbols for b, h, q_idx and kv_idx, and for the score."""
+  indices = [UOp.variable(x, 0, max(n - 1, 0), dtypes.int, param=True) for x, n in zip(INDICES, lengths, strict=True)]
+  return indices, UOp.variable("score", -float("inf"), float("inf"), dtypes.float, param=True)
+
+
+def _placeholders(aux: tuple[Tensor, ...]) -> list[UOp]:
+  return [UOp.placeholder(tuple(map(int, x.shape)), x.dtype, i) for i, x in enumerate(aux)]
 
 
 def _result(x: Any, dtype: DType) -> UOp:

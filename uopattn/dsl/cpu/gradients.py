@@ -1,15 +1,19 @@
 """What the CPU kernels of the backward pass share: blocks of queries, their row sums, and the gradients of scores."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 from tinygrad import UOp, dtypes
-from tinygrad.helpers import ceildiv
+from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl.cpu.mainloop import KeyTile, KeyTiles
+from uopattn.dsl.cpu.mainloop import KeyTile, KeyTiles, Tile
+from uopattn.dsl.cpu.register_blocks import accumulate, even, register_blocks, zeros
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.math import LOG2E, exp2
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.scope import Scope, clamp, gated, sizes
 
@@ -26,7 +30,7 @@ class Block:
     busy: whether it exists. An item's last one may not.
   """
 
-  axes: tuple[UOp, UOp]
+  axes: tuple[UOp, ...]
   kv_head: UOp
   head: UOp
   row: UOp
@@ -123,6 +127,17 @@ class Gradients:
       dp: dO.v.
     """
     row, key, rules = self.row + m, self.tile.first + n, self.tile.rules
+    weight, grad = self._of_score(product, dp, n, m)
+    return weight, rules.score_vjp([grad], [product], row, key, [0])[0]
+
+  def of_bias(self, product: UOp, dp: UOp, n: UOp, m: UOp) -> UOp:
+    """Return the gradient of what the score of key n of the tile for lane m has from `Rules.bias`."""
+    _, grad = self._of_score(product, dp, n, m)
+    return self.tile.rules.bias_vjp(grad, product, self.row + m, self.tile.first + n)
+
+  def _of_score(self, product: UOp, dp: UOp, n: UOp, m: UOp) -> tuple[UOp, UOp]:
+    """The weight after dropout, and the gradient of the score as the softmax takes it."""
+    row, key, rules = self.row + m, self.tile.first + n, self.tile.rules
     scaling = rules.rules.scaling
     score = self.tile.score(product * scaling.pre, row, n)
     if rules.rules.score_mod is not None and row.vmax >= rules.rules.M:
@@ -131,4 +146,90 @@ class Gradients:
     (exponent,) = scaling.from_lse(CPU, [score], self.lse_i[m].load(), not rules.rules.moves)
     p = exp2(exponent)
     weight, dp = rules.dropped([p], row, key, [0])[0], rules.dropped([dp], row, key, [0])[0]
-    return weight, rules.score_vjp([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]
+    return weight, p * (dp - self.delta_i[m])
+
+
+class Registers(Protocol):
+  """How a matrix is cut into pieces whose accumulators are in registers.
+
+  Attributes:
+    unroll: rows whose accumulators are in registers at once.
+    vectors: vectors per row of accumulators.
+    lanes: float32 elements per vector.
+  """
+
+  @property
+  def unroll(self) -> int: ...
+
+  @property
+  def vectors(self) -> int: ...
+
+  @property
+  def lanes(self) -> int: ...
+
+
+def load_rows(s: Scope, x: UOp, block: Block, block_m: int, lanes: int) -> UOp:
+  """Load the block's rows of q or dO in float32, (block_m, D), with D rounded up to whole vectors; 0 past the ends."""
+  (_, M, D), head = sizes(x), block.head
+  rows = HeadView.of(x, head, UOp.const(M))
+
+  def element(m: UOp, d: UOp) -> UOp:
+    inside = block.exists(m) & (d < D)
+    return inside.where(rows.element(block.row + m, d, inside).cast(dtypes.float), 0.0)
+
+  return s.assign(s.buffer(block_m, round_up(D, lanes)), element, within=block.axes)
+
+
+def transpose(s: Scope, x: UOp, D: int, outer: tuple[UOp, ...]) -> UOp:
+  """Transpose the first D columns of x, to (D, rows)."""
+  return s.assign(s.buffer(D, sizes(x)[0]), lambda d, m: x[m, d].load(), within=outer)
+
+
+def cut(
+  s: Scope, rows: int, columns: int, registers: Registers, body: Callable[[UOp, int, UOp, int, tuple[UOp, ...]], UOp]
+) -> UOp:
+  """Apply `body` to each piece of a (rows, columns) matrix whose accumulators fit the registers.
+
+  Args:
+    body: (first row, rows, first column, columns of the piece; axes of the pieces) -> its stores.
+  """
+  ends = []
+  most = registers.lanes * even(ceildiv(columns, registers.lanes), registers.vectors)
+  for top, down, height in register_blocks(rows, registers.unroll):
+    for left, across, width in register_blocks(columns, most):
+      axes = s.axis(down), s.axis(across)
+      ends.append(body(top + axes[0] * height, height, left + axes[1] * width, width, axes).end(*axes))
+  return UOp.group(*ends)
+
+
+def each_score(
+  s: Scope,
+  keys: int,
+  k_tile: Tile,
+  v_tile: Tile,
+  q_t: UOp,
+  do_t: UOp,
+  registers: Registers,
+  axes: tuple[UOp, ...],
+  stores: Callable[[UOp, UOp, UOp, UOp], list[UOp]],
+) -> UOp:
+  """Compute q.k and dO.v of all keys of a tile and all queries of a block, and store what comes of them.
+
+  Args:
+    keys: keys of the tile.
+    q_t, do_t: Q^T and dO^T of the block, (Dk, block_m) and (Dv, block_m).
+    axes: the axes that are open around it.
+    stores: (q.k, dO.v, key of the tile, lane) -> stores.
+  """
+
+  def piece(key: UOp, count: int, lane: UOp, lanes: int, inner: tuple[UOp, ...]) -> UOp:
+    def product(left: Tile, right: UOp) -> UOp:
+      acc = zeros(s, count, lanes, (*axes, *inner))
+      return accumulate(s, acc, sizes(right)[0], lanes, lambda r, d, m: left(key + r, d) * right[d, lane + m])
+
+    qk, dp = product(k_tile, q_t), product(v_tile, do_t)
+    m = s.axis(lanes)
+    found = [x for r in range(count) for x in stores(qk[r, m].load(), dp[r, m].load(), key + r, lane + m)]
+    return UOp.group(*found).end(m)
+
+  return cut(s, keys, sizes(q_t)[1], registers, piece)

@@ -34,6 +34,7 @@ class KeyTile:
     start: the first key that it adds.
     shared: whether the keys before `start` may be another tile's.
     size: its number of keys, more than N if all keys do not fill it.
+    past_end: whether it may have keys from N on, although it is not larger.
   """
 
   rules: HeadRules
@@ -41,16 +42,26 @@ class KeyTile:
   start: UOp
   shared: bool
   size: int
+  past_end: bool = False
 
   @property
   def length(self) -> UOp | None:
     """The number of keys that exist; None if those of every tile do."""
     rules = self.rules.rules
-    return self.rules.length if rules.kv_lengths is not None or self.size > rules.N else None
+    return self.rules.length if rules.kv_lengths is not None or self.reaches_past_end else None
+
+  @property
+  def reaches_past_end(self) -> bool:
+    """Whether it may have keys from N on."""
+    return self.past_end or self.size > self.rules.rules.N
 
   def with_pages(self, s: Scope, axes: tuple[UOp, ...]) -> "KeyTile":
     """The tile with its pages, if keys are paged, looked up inside the axes."""
     return replace(self, rules=self.rules.of_tile(s, self.first, self.size, axes))
+
+  def with_mask(self, s: Scope, row: UOp, block_m: int, axes: tuple[UOp, ...]) -> "KeyTile":
+    """The tile with its mask for `block_m` rows from `row` on, one per lane, copied inside the axes."""
+    return replace(self, rules=self.rules.of_mask_tile(s, row, block_m, self.first, self.size, axes))
 
   def score(self, product: UOp, row: UOp, n: UOp) -> UOp:
     """The score of key n of the tile: -inf if it is hidden, does not exist or is another tile's.
@@ -61,7 +72,7 @@ class KeyTile:
     """
     key = self.first + n
     hidden = [key < self.start] if self.shared else []
-    hidden += [key >= self.rules.rules.N] if self.size > self.rules.rules.N else []
+    hidden += [key >= self.rules.rules.N] if self.reaches_past_end else []
     hidden += self.rules.hidden(row, key)
     score = self.rules.apply_score_mods(product, row, key)
     return reduce(UOp.__or__, hidden).where(-inf, score) if hidden else score

@@ -196,18 +196,36 @@ class Mainloop:
 
   def attend(self, n: UOp, masked: bool, stationary: Any, sums: list[Sum], trip: UOp, ready: UOp) -> UOp:
     """Add the n-th tile to the sums; `masked` says whether it needs a mask. Returns the end of its work."""
-    accs, unit, rules = [x.acc for x in sums], self.unit, self.rules
-    tiles = self.pipeline.acquire(n, trip, ready, *accs)
+    unit, rules = self.unit, self.rules
+    tiles = self.pipeline.acquire(n, trip, ready, *(x.acc for x in sums))
     rows = self.score_rows(self.tile_range.tile(n) * self.block, masked, tiles)
-    early = rules.rules.seed is None  # without dropout dP starts at -delta, which costs nothing
-    s, dp = unit.mma_abt(stationary, tiles, [starts(rows), neg_deltas(rows) if early else None])
+    s, dp = unit.mma_abt(stationary, tiles, [starts(rows), neg_deltas(rows) if self.early else None])
     p = weights(unit.dialect, rules, rows, s, masked)
-    factors = {Factor.P: dropped(rules, rows, p), Factor.DS: score_vjp(rules, rows, p, s, dp, early)}
+    return self.pipeline.release(n, *self.add(rows, tiles, p, s, dp, sums, trip))
+
+  @property
+  def early(self) -> bool:
+    """Whether dP starts at -delta, which costs nothing: without dropout."""
+    return self.rules.rules.seed is None
+
+  def add(
+    self,
+    rows: list[ScoreRow],
+    tiles: Sequence[Any],
+    p: Elements,
+    products: Elements,
+    grads: Elements,
+    sums: list[Sum],
+    trip: UOp,
+  ) -> list[UOp]:
+    """Add a tile to the sums, given P, Q K^T and dP as `score_vjp` takes them. Returns the stores."""
+    ds = score_vjp(self.rules, rows, p, products, grads, self.early)
+    factors, accs = {Factor.P: dropped(self.rules, rows, p), Factor.DS: ds}, [x.acc for x in sums]
     stores: list[UOp] = []
     for total in sums:
-      left = unit.as_operands(total.left, factors[total.left], trip, *accs)
-      stores += unit.mma_ab(left, tiles[total.right], total.acc, total.acc.after(trip), stores)
-    return self.pipeline.release(n, *stores)
+      left = self.unit.as_operands(total.left, factors[total.left], trip, *accs)
+      stores += self.unit.mma_ab(left, tiles[total.right], total.acc, total.acc.after(trip), stores)
+    return stores
 
 
 def starts(rows: list[ScoreRow]) -> Elements | None:
@@ -256,13 +274,22 @@ def score_vjp(
     grads: dP = dO V^T.
     early: whether delta is already subtracted from dP; never with dropout.
   """
+  ds, found = score_gradients(rules, rows, p, grads, early), Elements()
+  for row in rows:
+    of_row, qk = [ds[at] for at in row.places], [products[at] for at in row.places]
+    found |= zip(row.places, rules.score_vjp(of_row, qk, *row.keys, scaled=False), strict=True)
+  return found
+
+
+def score_gradients(
+  rules: HeadRules, rows: list[ScoreRow], p: Elements, grads: Elements, early: bool = False
+) -> Elements:
+  """The gradient of the scores, P (dP - delta); see `score_vjp`."""
   found: Elements = {}
   for row in rows:
     dp = rules.dropped([grads[at] for at in row.places], *row.keys)
     dp = dp if early else [x + row.neg_delta for x in dp]
-    ds = [p[at] * x for at, x in zip(row.places, dp, strict=True)]
-    pulled = rules.score_vjp(ds, [products[at] for at in row.places], *row.keys, scaled=False)
-    found |= zip(row.places, pulled, strict=True)
+    found |= {at: p[at] * x for at, x in zip(row.places, dp, strict=True)}
   return found
 
 

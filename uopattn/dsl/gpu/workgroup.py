@@ -1,5 +1,7 @@
 """The position of a GPU thread: its lane and warp, and the queries of its workgroup."""
 
+from copy import copy
+
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
@@ -31,6 +33,12 @@ class Workgroup:
     self.result, block = self.item // blocks, self.item % blocks
     self.block = blocks - 1 - block if last_first else block
     self.head, self.split = self.result // splits, self.result % splits
+
+  def at(self, head: UOp, block: UOp) -> "Workgroup":
+    """The workgroup while it processes another head and block."""
+    found = copy(self)
+    found.head, found.block = head, block
+    return found
 
   def kernel(self, name: str, stores: list[UOp]) -> UOp:
     """The graph of the kernel that ends with `stores`."""

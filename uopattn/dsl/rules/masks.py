@@ -66,6 +66,7 @@ class Masks:
     masks: rules that give each query a range of keys, besides `kv_lengths` and `bounds`.
     mask_mods: (b, h, q_idx, kv_idx) -> bool; False hides the key.
     attn_mask: a buffer that broadcasts to (B, heads, M, N). A bool mask hides keys where False; a float mask is added.
+    mask_tile: (row, key) -> the element of `attn_mask`, for the rows and keys of one tile; None if it is read in place.
     tile_lists: the tiles of keys that each block of queries processes, full tiles first, (B or 1, heads or 1, blocks,
       tiles) int32; and the number of full tiles and of all tiles, (B or 1, heads or 1, blocks, 2) int32. If a kernel's
       blocks are of keys, the lists are of tiles of queries.
@@ -82,6 +83,7 @@ class Masks:
   masks: tuple[Range, ...] = ()
   mask_mods: tuple[Callable[..., UOp], ...] = ()
   attn_mask: UOp | None = None
+  mask_tile: Callable[[UOp, UOp], UOp] | None = None
   tile_lists: tuple[UOp, UOp] | None = None
   origin: Origin = NO_ORIGIN
 
@@ -264,6 +266,8 @@ class HeadMasks:
 
   def _mask(self, row: UOp, key: UOp) -> UOp:
     """The element of `attn_mask`; 0 or False past the last query or key."""
+    if self.rules.mask_tile is not None:
+      return self.rules.mask_tile(row, key)
     mask = self.rules.attn_mask
     assert mask is not None
     places = (self.b, *self.place(row), key)

@@ -38,6 +38,8 @@ class Rules(Masks):
     sinks: (heads,) float32 logits that are added to the softmax's sum of exponentials.
     dropout_p: probability that a weight is dropped.
     seed: (2,) uint32 seed of dropout; None without dropout.
+    bias_slope: (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative of score_mod with respect to a number
+      that it reads, whose gradient is wanted; None if that is the additive mask's.
   """
 
   group: int = 1
@@ -52,6 +54,7 @@ class Rules(Masks):
   sinks: UOp | None = None
   dropout_p: float = 0.0
   seed: UOp | None = None
+  bias_slope: Callable[..., UOp] | None = None
 
   @property
   def kv_heads(self) -> int:
@@ -154,6 +157,22 @@ class HeadRules(HeadMasks):
       return self
     pages = pages.of_tile(s, self.b, self._kv_head, first, block_n, self.length, within)
     return replace(self, rules=replace(self.rules, pages=pages))
+
+  def of_mask_tile(
+    self, s: Scope, row: UOp, block_m: int, key: UOp, block_n: int, within: tuple[UOp, ...]
+  ) -> "HeadRules":
+    """The rules for a CPU's tile of `block_n` keys from `key` on and `block_m` rows from `row` on, one per lane.
+
+    A mask that differs from row to row is copied to the stack, keys first: so the lanes load it as vectors, which clang
+    does not do across rows.
+    """
+    mask = self.rules.attn_mask
+    if mask is None or sizes(mask)[2] == 1:
+      return self
+    tile = s.buffer(block_n, block_m, dtype=mask.dtype)
+    m, n = s.axis(block_m), s.axis(block_n)
+    tile = tile.after(tile.after(*within)[n, m].store(self._mask(row + m, key + n)).end(m, n))
+    return replace(self, rules=replace(self.rules, mask_tile=lambda i, j: tile[j - key, i - row].load()))
 
   @property
   def _kv_head(self) -> UOp:
@@ -277,14 +296,31 @@ class HeadRules(HeadMasks):
     r = self.rules
     if not r.has_score_mods:
       return grad
-    score, slope = product * r.scaling.pre, None
-    if r.softcap is not None:
-      bounded = tanh(score)
-      score, slope = bounded * r.softcap, 1.0 - bounded * bounded
+    score, slope = self._capped(product)
     if r.score_mod is not None:
       # The slope of score_mod may be infinite at a hidden key, and 0 times that is NaN.
       grad = grad.eq(0).where(0.0, vjp(lambda x: self._mod(x, row, key), score, grad))
     return grad if slope is None else grad * slope
+
+  def _capped(self, product: UOp) -> tuple[UOp, UOp | None]:
+    """The score before score_mod, from q.k, and its derivative with respect to q.k times `Rules.scale`; None is 1."""
+    score = product * self.rules.scaling.pre
+    if self.rules.softcap is None:
+      return score, None
+    bounded = tanh(score)
+    return bounded * self.rules.softcap, 1.0 - bounded * bounded
+
+  def bias_vjp(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
+    """Turn the gradient of a final score into that of the number that `Rules.bias_slope` is about, or of the mask.
+
+    Args:
+      grad, product: as for `score_vjp`.
+    """
+    if (slope := self.rules.bias_slope) is None:
+      return grad
+    score, _ = self._capped(product)
+    # As in `_score_vjp`.
+    return grad.eq(0).where(0.0, slope(score, *self._indices(row, key), grad))
 
   def _mod(self, score: UOp, row: UOp, key: UOp) -> UOp:
     assert self.rules.score_mod is not None

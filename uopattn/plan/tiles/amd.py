@@ -6,10 +6,13 @@ from dataclasses import replace
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.amd.fragments import MMA_SIZE, Fragments
+from uopattn.dsl.rules.bias import Places
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.amd_backward import Tiles as Backward
+from uopattn.kernels.amd_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.amd_forward import Tiles as Forward
+from uopattn.plan.tiles.bias import in_parts
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
@@ -90,7 +93,7 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   """
   p, Dk, Dv, bits = problem, problem.Dk, problem.Dv, 8 * problem.dtype.itemsize
   f = Fragments.of(target.arch, bits)
-  registers = 224 if f.lanes == 32 else 340  # of 256 and 512
+  registers = _registers(f)
   rows, others = (p.N, p.M) if gradients != "dq" else (p.M, p.N)
   least, waves = Backward.least(f), min(4, ceildiv(rows, MMA_SIZE))
   row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for only one
@@ -118,6 +121,29 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
       tiles = replace(best, waves=waves, row_tiles=row_tiles, block=block)
       if fits(tiles, most):
         yield tiles
+
+
+def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
+  """Yield the largest tiles that fit. Raises ValueError as `backward`."""
+  p, bits = problem, 8 * problem.dtype.itemsize
+  assert p.bias is not None
+  f = Fragments.of(target.arch, bits)
+  least, square = Backward.least(f), p.bias.places is Places.DISTANCES
+  blocks = [n for n in (64, 32, 16) if n % least == 0 and (square or n < p.N + least)] or [least]
+  for block in blocks:
+    waves = block // MMA_SIZE if square else min(4, ceildiv(p.M, MMA_SIZE))
+    loop = Backward(target.arch, "bias", waves, 1, block, bits)
+    registers, lds = loop.registers(p.Dk, p.Dv), loop.lds_bytes(p.Dk, p.Dv)
+    if registers <= _registers(f) and lds <= target.lds:
+      yield in_parts(BiasBackward, loop, p, target)
+      return
+  check_lds(lds, p, target)
+  raise ValueError(f"head size {max(p.Dk, p.Dv)}: a tile needs {registers} registers, and {_registers(f)} are there")
+
+
+def _registers(f: Fragments) -> int:
+  """Registers per lane that the tiles of a backward kernel may count, of 256 and 512."""
+  return 224 if f.lanes == 32 else 340
 
 
 def check_lds(needed: int, problem: Problem, target: Target) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.apple.simdgroup import SIZE
+from uopattn.dsl.rules.bias import Places
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.apple_backward import Tiles as Backward
+from uopattn.kernels.apple_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.apple_forward import Tiles as Forward
+from uopattn.plan.tiles.bias import in_parts
 
 REGISTERS = 104  # per thread of those that tiles count; addresses and temporaries need the rest of 128
 WARPS = 4  # per threadgroup
@@ -59,6 +62,23 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
     for block in BLOCKS
   ]
   return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv, sums), problem, target)
+
+
+def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
+  """Yield the first tiles that fit, in the order of `backward`. Raises ValueError as `forward`."""
+  p, itemsize = problem, problem.dtype.itemsize
+  assert p.bias is not None
+  if p.bias.places is Places.DISTANCES:
+    found = [Backward(block // SIZE, 1, block, kept, itemsize) for kept in (True, False) for block in BLOCKS]
+  else:
+    shapes = [(m, block) for m in ((2, 1) if p.M > SIZE else (1,)) for block in BLOCKS]
+    found = [
+      Backward(min(WARPS, ceildiv(p.M, m * SIZE)), m, min(block, round_up(p.N, SIZE)), kept, itemsize)
+      for kept in (True, False)
+      for m, block in shapes
+    ]
+  loop = next(_fitting(found, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
+  yield in_parts(BiasBackward, loop, p, target)
 
 
 def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:

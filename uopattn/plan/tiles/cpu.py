@@ -7,9 +7,11 @@ from tinygrad import dtypes
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.cpu.register_blocks import even
+from uopattn.dsl.rules.bias import BiasWork, Places
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_backward import Tiles as Backward
+from uopattn.kernels.cpu_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.cpu_decode import Tiles as Decode
 from uopattn.kernels.cpu_forward import Tiles as Forward
 
@@ -123,6 +125,31 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
     block_m, block_n = lanes * min(ceildiv(p.M, lanes), max(1, rows // lanes)), min(p.N, max(1, keys))
     if needed(block_m, block_n) <= STACK_LIMIT:
       yield make(block_m, block_n, vectors, unroll)
+
+
+def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
+  """Yield tiles for the threads and the vector unit of a machine.
+
+  Raises:
+    ValueError: the head size is too large for the stack even with the smallest tile.
+  """
+  p, lanes, many = problem, target.vector.lanes, target.vector.registers >= 32
+  assert p.bias is not None
+  large, square = max(p.Dk, p.Dv) > 192, p.bias.places is Places.DISTANCES
+  vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)  # as in `backward`
+  block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
+  # Pairs: the more keys for each time that Q and dO are transposed, the better.
+  block_n = block_m if square else min(p.N, 256 if p.bias.places is Places.PAIRS else 64)
+
+  def needed(block_m: int, block_n: int) -> int:
+    return BiasBackward(block_m, block_n, 1, 1, lanes).stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4)
+
+  least_n = lanes if square else 1
+  block_m, block_n = fit_stack(needed, block_m, block_n, lanes, least_n, p)
+  tiles = BiasBackward(block_m, block_n, unroll, vectors, lanes)
+  work, wanted = BiasWork.of(p, tiles), items_per_thread(target.threads) * target.threads
+  parts = 1 if p.bias.places is Places.PAIRS else max(1, min(work.trips, ceildiv(wanted, work.items)))
+  yield replace(tiles, parts=parts)
 
 
 def largest_divisor(x: int, most: int) -> int:

@@ -8,12 +8,15 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, check_type
 from uopattn.dsl.nvidia.mma_layout import MMA_M
+from uopattn.dsl.rules.bias import Places
 from uopattn.dsl.schedule import HEAD_SCALES, Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_backward import BITS
 from uopattn.kernels.cuda_backward import Tiles as Backward
+from uopattn.kernels.cuda_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.cuda_forward import Tiles as Forward
 from uopattn.kernels.cuda_wide_forward import Tiles as Wide
+from uopattn.plan.tiles.bias import in_parts
 
 # Limits of `Tiles.registers`, of 255 per lane, as seen in compile reports: P, addresses and temporaries need the rest.
 # With the smallest tile they need less, and it may spill a little, because the alternative is no kernel.
@@ -36,6 +39,9 @@ WIDE = (  # groups, slices, m_tiles and stages
   (1, 2, 1, 2),
   (1, 2, 1, 1),
 )
+
+# Of a bias: keys of a tile, whether queries stay in registers, and most warps.
+BIAS = (64, True, 4), (32, True, 4), (64, False, 4), (32, False, 4), (16, False, 4), (16, False, 1)
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
@@ -192,14 +198,9 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
 
 def _first_backward(problem: Problem, target: Target, gradients: str, sums: int) -> Backward:
   """The first tiles that fit, of those that have been fast; `sums` is the columns of all sums."""
-  arch, dtype, Dk, Dv = target.arch, problem.dtype, problem.Dk, problem.Dv
-  of_keys = gradients != "dq"
+  dtype, Dk, Dv, of_keys = problem.dtype, problem.Dk, problem.Dv, gradients != "dq"
   rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
-  step, number = STEP_BYTES // dtype.itemsize, int(arch.removeprefix("sm_"))
-  turing = number == 75 and dtype == dtypes.half
-  if (number < 80 and not turing) or step not in BITS:
-    known = "must be sm_80 or newer, with 16 or 32 bits, or sm_75 with half"
-    raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: {known}")
+  step, turing = STEP_BYTES // dtype.itemsize, _check_backward(problem, target)
   warps, most = min(4, ceildiv(rows, MMA_M)), round_up(others, PAIR)
   if step == 8 and not problem.tf32:
     masked = bool(problem.masks or problem.features)
@@ -223,6 +224,47 @@ def _first_backward(problem: Problem, target: Target, gradients: str, sums: int)
     if (registers := tiles.registers(Dk, Dv, sums)) <= budget and tiles.shared_bytes(Dk, Dv) <= target.lds:
       return tiles
   raise _too_large(problem, registers, BACKWARD_LIMIT, tiles.shared_bytes(Dk, Dv), target)
+
+
+def _check_backward(problem: Problem, target: Target) -> bool:
+  """Whether the architecture is sm_75. Raises ValueError if it has no backward kernels for the dtype."""
+  arch, dtype = target.arch, problem.dtype
+  number = int(arch.removeprefix("sm_"))
+  turing = number == 75 and dtype == dtypes.half
+  if (number < 80 and not turing) or STEP_BYTES // dtype.itemsize not in BITS:
+    known = "must be sm_80 or newer, with 16 or 32 bits, or sm_75 with half"
+    raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: {known}")
+  return turing
+
+
+def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
+  """Yield tiles for sm_80 or newer, or in float16 for sm_75: the first that fit.
+
+  Raises:
+    ValueError: as for `backward`.
+  """
+  p, Dk, Dv, turing = problem, problem.Dk, problem.Dv, _check_backward(problem, target)
+  assert p.bias is not None
+  step, square = STEP_BYTES // p.dtype.itemsize, p.bias.places is Places.DISTANCES
+  exact = step == 8 and not p.tf32
+  for keys, kept, warps in (
+    (64, True, 4),
+    (32, True, 4),
+    (64, False, 4),
+    (32, False, 4),
+    (16, False, 4),
+    (16, False, 1),
+  ):
+    if exact and (kept or keys > 32):  # ptxas spills
+      continue
+    block = min(keys, round_up(p.N, PAIR))
+    rows = keys // MMA_M if square else min(warps, ceildiv(p.M, MMA_M))
+    loop = Backward(rows, 1, keys if square else block, 2, kept, step, p.tf32, turing)
+    registers, shared = loop.registers(Dk, Dv, loop.block), loop.shared_bytes(Dk, Dv)
+    if registers <= BACKWARD_BUDGET[0] and shared <= target.lds:
+      yield in_parts(BiasBackward, loop, p, target)
+      return
+  raise _too_large(problem, registers, BACKWARD_BUDGET[0], shared, target)
 
 
 def _too_large(problem: Problem, registers: int, limit: int, shared: int, target: Target) -> ValueError:

@@ -6,10 +6,13 @@ from typing import Any
 from tinygrad.helpers import round_up
 
 from uopattn.dsl.gpu.thread_grid import GROUP
+from uopattn.dsl.rules.bias import Places
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.generic_backward import Tiles as Backward
+from uopattn.kernels.generic_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.generic_forward import Tiles as Forward
+from uopattn.plan.tiles.bias import in_parts
 
 REGISTERS = 160  # float32 per thread that tiles count
 LOCAL_BYTES = 32 << 10  # of local memory at most: more would leave one workgroup per compute unit
@@ -53,6 +56,18 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
     for most, block in BACKWARD
   ]
   return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv, sums), problem, target)
+
+
+def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
+  """Yield the first tiles that fit, in the order of `backward`. Raises ValueError as `forward`."""
+  p = problem
+  assert p.bias is not None
+  sizes = [(_block(p.M, rows), min(block, round_up(p.N, GROUP))) for rows, block in BACKWARD]
+  if p.bias.places is Places.DISTANCES:
+    sizes = [(rows, block) for rows, block in BACKWARD if rows == block]
+  found = [Backward(rows, block, _own(rows), ACROSS, in_local) for in_local in (True, False) for rows, block in sizes]
+  loop = next(_fitting(found, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
+  yield in_parts(BiasBackward, loop, p, target)
 
 
 def _block(rows: int, most: int) -> int:

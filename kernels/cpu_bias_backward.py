@@ -1,0 +1,150 @@
+"""Gradients of biases on CPUs: of an additive mask, or of what a score_mod reads.
+
+dS = P (dP - delta), the gradient of the scores, is computed as in `cpu_backward`, from two of its five products, and
+added up where scores read the same element of the bias (`uopattn.dsl.rules.bias`). A work item has a tile of elements
+of its own. It loops over the heads and blocks of queries that share them:
+    S^T = K Q^T, dP^T = V dO^T, P and dS     (block_n, block_m)
+    acc += dS through the score_mod          (block_n, block_m), stored when the item is done
+No two items add to the same sum, and an item adds in a fixed order: two runs give the same bits. What shares an element
+within a tile, such as the keys of a slope, and the sums of `parts` items, the caller adds up.
+
+Storage: Q and dO, both ways, and acc are on the stack (see `Tiles.stack_bytes`), sized for the second-level cache.
+"""
+
+from dataclasses import asdict, dataclass
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import round_up
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import Loop, Scope, gated, make_kernel, sizes
+from uopattn.dsl.cpu.gradients import Block, Gradients, each_score, load_row_sums, load_rows, transpose
+from uopattn.dsl.cpu.mainloop import KeyTile, load_tile
+from uopattn.dsl.rules.bias import BiasWork, Item, Places
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.dsl.scope import clamp, least
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    block_m: query rows per block, one per lane; a multiple of `lanes`.
+    block_n: keys per tile; `block_m` for a bias by distance.
+    unroll: rows whose accumulators are in registers at once.
+    vectors: vectors per row of accumulators.
+    lanes: float32 elements per vector.
+    parts: work items that share the scores of a tile of elements.
+  """
+
+  block_m: int
+  block_n: int
+  unroll: int
+  vectors: int
+  lanes: int
+  parts: int = 1
+
+  def __post_init__(self) -> None:
+    for name, value in asdict(self).items():
+      least_value = 2 if name == "lanes" else 1  # tinygrad drops an axis of size 1
+      if value < least_value:
+        raise ValueError(f"Tiles.{name}={value}: must be at least {least_value}")
+    if self.block_m % self.lanes:
+      raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of lanes={self.lanes}")
+
+  def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
+    """Bytes of Q, dO, Q^T, dO^T, acc and a mask, and of the float32 tiles of K and V if these are widened."""
+    rows = Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + 2 * self.block_n
+    return 4 * (rows * self.block_m + widen * (Dk + Dv) * self.block_n)
+
+
+def backward_bias(
+  dbias: UOp,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+  first: UOp | None = None,
+  *,
+  work: BiasWork,
+  rules: Rules,
+  tiles: Tiles,
+) -> UOp:
+  """Build the kernel.
+
+  Args:
+    dbias: the sums, float32, in `BiasWork.shape`.
+    q, k, v, do, lse, delta: as for `uopattn.kernels.cpu_backward.backward`.
+    first: (1,) int32, the first query whose gradients are wanted, below M; None is 0.
+    work: which gradients of scores are added up.
+    rules: masks, score mods and scaling.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  s = Scope()
+  item = s.axis(work.items, AxisType.THREAD)
+  acc = s.assign(s.buffer(tiles.block_n, tiles.block_m), lambda n, m: 0.0, within=(item,))
+  trips = s.loop(work.trips, item)
+  at = work.at(item, trips.index)
+  start = UOp.const(0) if first is None else clamp(first[0].load().cast(dtypes.weakint), 0, M - 1)
+  end = at.exists.where(least([UOp.const(M), start + work.M]), 0)
+  block = Block(trips.axes, at.head // (heads // kv_heads), at.head, start + at.row, end, at.exists)
+  loop, tile = _keys(s, rules, block, at, tiles)
+  tile = tile.with_mask(s, block.row, tiles.block_m, loop.axes)
+
+  q_t, do_t = (_transposed(s, x, D, block, tiles) for x, D in ((q, Dk), (do, Dv)))
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, tiles.block_m, rules)
+  keys = [HeadView.of(x, block.kv_head, tile.rules.length) for x in (k, v)]
+  k_tile, v_tile = (load_tile(s, x, tile, loop.axes) for x in keys)
+  gradients, old = Gradients(tile, block.row, lse_i, delta_i), acc.after(*loop.axes)
+
+  def add(qk: UOp, dp: UOp, n: UOp, m: UOp) -> list[UOp]:
+    return [old[n, m].store(old[n, m].load() + gradients.of_bias(qk, dp, n, m))]
+
+  added = each_score(s, tile.size, k_tile, v_tile, q_t, do_t, tiles, loop.axes, add)
+  store = _store(s, dbias, work, item, acc.after(trips.end(loop.end(added))))
+  return make_kernel(f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", (item,), store)
+
+
+def _keys(s: Scope, rules: Rules, block: Block, at: Item, tiles: Tiles) -> tuple[Loop, KeyTile]:
+  """The loop over the tiles of keys of a trip, and its tile: the one of its elements, or all that the block sees."""
+  if at.tile is None:
+    keys = block.key_tiles(rules, tiles.block_m, tiles.block_n)
+    loop = keys.loop(s, *block.axes, busy=block.busy)
+    return loop, keys.at(loop.index)
+  first = at.tile * tiles.block_n
+  past_end = rules.N % tiles.block_n > 0
+  return s.loop(1, *block.axes), KeyTile(rules.at(block.head), first, first, False, tiles.block_n, past_end)
+
+
+def _transposed(s: Scope, x: UOp, D: int, block: Block, tiles: Tiles) -> UOp:
+  """The block's rows of q or dO, transposed, (D, block_m)."""
+  return transpose(s, load_rows(s, x, block, tiles.block_m, tiles.lanes), D, block.axes)
+
+
+def _store(s: Scope, dbias: UOp, work: BiasWork, item: UOp, acc: UOp) -> UOp:
+  """Store an item's sums, (block_n, block_m)."""
+  group, head = work.group(item), work.kept_head(item)
+  m, n = s.axis(work.block_m), s.axis(work.block_n)
+  if work.bias.places is Places.PAIRS:
+    row, key = group // work.tiles * work.block_m + m, group % work.tiles * work.block_n + n
+    place = gated(dbias, (row < work.M) & (key < work.N), head, row, key)
+  else:
+    place = dbias[head, work.part(item), group, m, n]
+  return place.store(acc[n, m].load()).end(m, n)
+
+
+SCHEDULE = Schedule(
+  "cpu_bias_backward",
+  devices=("CPU",),
+  dtypes=DTYPES_16_32,
+  kernels=(Kernel.bias(backward_bias),),
+  tiles=Tiles,
+  unsupported=("scales", "page_table"),
+  mixed=True,
+)

@@ -1,0 +1,182 @@
+"""What kernels for gradients of biases on GPUs share: the trips of a workgroup, its sums, and where they are stored.
+
+A workgroup has an item of `uopattn.dsl.rules.bias.BiasWork`, and loops over its trips. In each it keeps a block of
+queries and streams tiles of keys, as `backward_q` does, but adds dS itself, element by element, instead of dS K:
+    S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta)    acc += dS through the score_mod
+All are (block_m, block_n), in registers; each lane adds what it has. acc is stored as it is when the item is done. No
+two workgroups add to the same sum, and each adds in a fixed order: two runs give the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tinygrad import UOp, dtypes
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, ScoreRow, Sum, score_gradients
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.rules.bias import BiasWork, Places
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.scope import Scope, clamp, gated
+
+
+class Loops(Protocol):
+  """The tiles of a kernel for dQ."""
+
+  @property
+  def rows(self) -> int:
+    """Queries per workgroup."""
+
+  @property
+  def block(self) -> int:
+    """Keys per streamed tile."""
+
+
+class RowUnit(Protocol):
+  """A `MatrixUnit` whose stationary rows are queries, a dataclass with the attribute `group`, its workgroup."""
+
+  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
+    """This lane's score rows of the keys from `first` on; `row_stats` maps a query to its lse and delta."""
+
+
+@dataclass(frozen=True)
+class BiasTiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    loop: the block sizes of the loop over tiles of keys, as for dQ. For a bias by distance, `loop.rows` and
+      `loop.block` are equal.
+    parts: work items that share the scores of a tile of elements.
+  """
+
+  loop: Any
+  parts: int = 1
+
+  def __post_init__(self) -> None:
+    if self.parts < 1:
+      raise ValueError(f"Tiles.parts={self.parts}: must be at least 1")
+
+  @property
+  def block_m(self) -> int:
+    """Queries per block."""
+    loop: Loops = self.loop
+    return loop.rows
+
+  @property
+  def block_n(self) -> int:
+    """Keys per tile."""
+    loop: Loops = self.loop
+    return loop.block
+
+
+@dataclass(frozen=True, eq=False)
+class Trips:
+  """The loop of a workgroup over the trips of its item, and the current trip.
+
+  Attributes:
+    work: what is added up.
+    item: the workgroup.
+    group: the workgroup at the head and the block of queries of the trip.
+    rules: the rules of that head.
+    key_range: the tiles of keys.
+    axes: the loop; none if there is only one trip.
+  """
+
+  work: BiasWork
+  item: Workgroup
+  group: Workgroup
+  rules: HeadRules
+  key_range: TileRange
+  axes: tuple[UOp, ...]
+
+  @classmethod
+  def of(cls, s: Scope, rules: Rules, work: BiasWork, warps: int, lanes: int, first: UOp | None) -> "Trips":
+    """The trips of a workgroup of `warps` warps of `lanes` lanes.
+
+    Args:
+      first: (1,) int32, the first query whose gradients are wanted, a multiple of `work.block_m`; None is 0.
+    """
+    item = Workgroup(s, 1, work.items, warps, lanes)
+    trip = s.axis(work.trips, AxisType.REDUCE) if work.trips > 1 else UOp.const(0)
+    at = work.at(item.block, trip)
+    block, exists = (at.row // work.block_m).simplify(), at.exists.simplify()
+    if first is not None:
+      block = block + clamp(first[0].load().cast(dtypes.weakint), 0, rules.M - 1) // work.block_m
+    if not exists.vmin:  # past the last block no query exists
+      block = exists.where(block, rules.M // work.block_m + 1)
+    head = at.head.simplify()
+    group, head_rules = item.at(head, block), rules.at(head)
+    keys = _keys(head_rules, work, block, at.tile, trip)
+    return cls(work, item, group, head_rules, keys, (trip,) if work.trips > 1 else ())
+
+  def rows(self, unit: Any) -> list[ScoreRow]:
+    """The score rows of a lane in block 0 and tile 0: where in a tile its sums are. The unit is a `RowUnit`."""
+    zero, none = UOp.const(0), UOp.const(0.0, dtypes.float)
+    first: RowUnit = replace(unit, group=self.item.at(zero, zero))
+    return first.score_rows(zero, lambda query: (none, none))
+
+  def store(self, dbias: UOp, acc: UOp, rows: Sequence[ScoreRow]) -> list[UOp]:
+    """Store the sums to dbias; `rows` are those of `Trips.rows`."""
+    work, item, number = self.work, self.item.block, numbers(rows)
+    group, head, stores = work.group(item), work.kept_head(item), []
+    for row in rows:
+      for offset, at in zip(row.offsets, row.places, strict=True):
+        m, n = row.query, row.first + offset
+        if work.bias.places is Places.PAIRS:
+          i, j = group // work.tiles * work.block_m + m, group % work.tiles * work.block_n + n
+          place = gated(dbias, (i < work.M) & (j < work.N), head, i, j)
+        else:
+          place = dbias[head, work.part(item), group, m, n]
+        stores.append(place.store(acc[number[at]].load()))
+    return stores
+
+
+def _keys(rules: HeadRules, work: BiasWork, block: UOp, tile: UOp | None, trip: UOp) -> TileRange:
+  """The tiles of keys of a trip: the one of its elements, or all that the block sees.
+
+  tinygrad would end the loop over trips together with a loop whose number of trips depends on it. If that is so, all
+  tiles are processed, with a mask. None counts as full under a score_mod, as it may be NaN past the last query.
+  """
+  found = rules.key_range(block * work.block_m, work.block_m, work.block_n)
+  full = rules.rules.score_mod is None and (found.n_tiles - found.n_full).simplify().vmax == 0
+  if tile is not None:
+    return TileRange(UOp.const(int(full)), UOp.const(1), lambda _: tile)
+  if any(trip in x.toposort() for x in (found.n_full.simplify(), found.n_tiles.simplify())):
+    return TileRange(UOp.const(0), UOp.const(work.tiles), lambda position: position)
+  return found if rules.rules.score_mod is None else TileRange(UOp.const(0), found.n_tiles, found.tile)
+
+
+def numbers(rows: Sequence[ScoreRow]) -> dict[Any, int]:
+  """The number of each place of score rows among a lane's sums."""
+  return {at: n for n, at in enumerate(sorted(at for row in rows for at in row.places))}
+
+
+def zeros(s: Scope, rows: Sequence[ScoreRow], *after: UOp) -> Sum:
+  """A sum for each score of a lane, set to 0."""
+  return Sum(s.filled(0.0, len(numbers(rows)), after=after), Factor.DS, 0)
+
+
+@dataclass(frozen=True)
+class BiasMainloop(Mainloop):
+  """The loops over the tiles of keys of a block of queries, which add gradients of scores element by element."""
+
+  def add(
+    self,
+    rows: list[ScoreRow],
+    tiles: Sequence[Any],
+    p: Elements,
+    products: Elements,
+    grads: Elements,
+    sums: list[Sum],
+    trip: UOp,
+  ) -> list[UOp]:
+    """Add the gradients of what the scores have from the bias to the one sum of each."""
+    ds, place, (acc,) = score_gradients(self.rules, rows, p, grads, self.early), numbers(rows), [x.acc for x in sums]
+    old, stores = acc.after(trip), []
+    for row in rows:
+      for at, offset in zip(row.places, row.offsets, strict=True):
+        grad = self.rules.bias_vjp(ds[at], products[at], row.query, row.first + offset)
+        stores.append(acc[place[at]].store(old[place[at]].load() + grad))
+    return stores

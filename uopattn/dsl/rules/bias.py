@@ -1,0 +1,185 @@
+"""Which gradients of scores belong to the same element of a bias, and how a kernel's work items add them up.
+
+A bias is what scores have from a Tensor: an additive mask, or what a score_mod reads. Its gradient is that of the
+scores, dS = P (dP - delta), through the score_mod, summed over all scores that read the same element. Which these are,
+is known by `Bias`: an additive mask of (1, H, M, N) is read alike in all batches, slopes of (H,) in all batches by all
+queries and keys, and a table by distance by all queries and keys as far apart.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from tinygrad import UOp
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.scope import clamp
+
+
+class Places(Enum):
+  """By which of the numbers of query i and key j of a score its element of a bias goes."""
+
+  PAIRS = "i and j"
+  QUERIES = "i"
+  KEYS = "j"
+  DISTANCES = "j - i"
+  ALL = "neither"
+
+
+@dataclass(frozen=True)
+class Bias:
+  """A bias whose gradient is wanted.
+
+  Attributes:
+    batches, heads: whether its element depends on the batch, and on the query head.
+    places: how it depends on the query and the key.
+    read: for what a score_mod reads, the number of the aux Tensor, and of the read among those of this Tensor; None for
+      an additive mask.
+    count: for pairs, the queries whose gradients are wanted, from one on that the kernel is told; 0 is all of them.
+  """
+
+  batches: bool
+  heads: bool
+  places: Places
+  read: tuple[int, int] | None = None
+  count: int = 0
+
+
+class Item(NamedTuple):
+  """What a work item processes in one trip.
+
+  Attributes:
+    head: the query head, numbered through all batches.
+    row: the first query of its block, counted from the first one that is wanted.
+    tile: its tile of keys; None for all tiles that the block sees.
+    exists: whether there is such a block and tile.
+  """
+
+  head: UOp
+  row: UOp
+  tile: UOp | None
+  exists: UOp
+
+
+@dataclass(frozen=True)
+class BiasWork:
+  """The work of a bias's gradient: for each element, or block of elements, and `parts` times, one item.
+
+  An item adds up gradients of scores, (block_m, block_n), over its trips, in an order that is fixed: the heads and
+  blocks of queries that share its elements.
+
+  Attributes:
+    bias: which gradients belong together.
+    B, H, M, N: batches, query heads, queries (`Bias.count` if that is not 0) and keys.
+    block_m, block_n: queries and keys of a tile; equal for distances.
+    parts: items that share the trips of an element.
+  """
+
+  bias: Bias
+  B: int
+  H: int
+  M: int
+  N: int
+  block_m: int
+  block_n: int
+  parts: int = 1
+
+  @classmethod
+  def of(cls, problem: Any, tiles: Any) -> "BiasWork":
+    """The work for a problem that has a bias."""
+    bias = problem.bias
+    M = bias.count or problem.M
+    return cls(bias, problem.B, problem.Hq, M, problem.N, tiles.block_m, tiles.block_n, tiles.parts)
+
+  @property
+  def blocks(self) -> int:
+    """Blocks of queries."""
+    return ceildiv(self.M, self.block_m)
+
+  @property
+  def tiles(self) -> int:
+    """Tiles of keys."""
+    return ceildiv(self.N, self.block_n)
+
+  @property
+  def kept(self) -> int:
+    """Heads, of all batches, that have elements of their own."""
+    return (self.B if self.bias.batches else 1) * (self.H if self.bias.heads else 1)
+
+  @property
+  def groups(self) -> int:
+    """Tiles of elements per such head."""
+    blocks, tiles = self.blocks, self.tiles
+    return {
+      Places.PAIRS: blocks * tiles,
+      Places.QUERIES: blocks,
+      Places.KEYS: tiles,
+      Places.DISTANCES: blocks + tiles - 1,
+      Places.ALL: 1,
+    }[self.bias.places]
+
+  @property
+  def items(self) -> int:
+    return self.kept * self.parts * self.groups
+
+  @property
+  def _reduced(self) -> int:
+    """Heads and blocks of queries that share elements."""
+    by_block = self.bias.places in (Places.PAIRS, Places.QUERIES)
+    return self.B * self.H // self.kept * (1 if by_block else self.blocks)
+
+  @property
+  def trips(self) -> int:
+    """Trips of an item."""
+    return ceildiv(self._reduced, self.parts)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the result.
+
+    (heads, M, N) for pairs; else (heads, parts, groups, block_m, block_n), to be summed over parts and what else
+    shares an element within a tile.
+    """
+    if self.bias.places is Places.PAIRS:
+      return self.kept, self.M, self.N
+    return self.kept, self.parts, self.groups, self.block_m, self.block_n
+
+  def group(self, item: UOp) -> UOp:
+    """The tile of elements of an item."""
+    return item % self.groups
+
+  def kept_head(self, item: UOp) -> UOp:
+    """The head of an item, among those with elements of their own."""
+    return item // (self.groups * self.parts)
+
+  def part(self, item: UOp) -> UOp:
+    return item // self.groups % self.parts
+
+  def at(self, item: UOp, trip: UOp) -> Item:
+    """What an item processes in a trip."""
+    places, group = self.bias.places, self.group(item)
+    number = self.part(item) + trip * self.parts
+    exists, number = number < self._reduced, clamp(number, 0, self._reduced - 1)
+    by_block = places in (Places.PAIRS, Places.QUERIES)
+    shared, block = (number, UOp.const(0)) if by_block else (number // self.blocks, number % self.blocks)
+    head = self._head(self.kept_head(item), shared)
+    tile: UOp | None = None
+    if places is Places.PAIRS:
+      block, tile = group // self.tiles, group % self.tiles
+    elif places is Places.QUERIES:
+      block = group
+    elif places is Places.KEYS:
+      tile = group
+    elif places is Places.DISTANCES:
+      apart = block + group - (self.blocks - 1)
+      exists &= (apart >= 0) & (apart < self.tiles)
+      tile = clamp(apart, 0, self.tiles - 1)
+    return Item(head, block * self.block_m, tile, exists)
+
+  def _head(self, kept: UOp, shared: UOp) -> UOp:
+    """The query head in all batches, given its numbers among those with elements of their own, and the others."""
+    if self.bias.batches and self.bias.heads:
+      return kept
+    if self.bias.batches:
+      return kept * self.H + shared
+    return shared * self.H + kept if self.bias.heads else shared

@@ -1,0 +1,271 @@
+"""Gradients of biases by kernels: of an additive mask, and of the aux that a score_mod reads.
+
+A kernel adds up the gradients of all scores that read the same element, as far as they do so by the same numbers of
+batch, head, query and key: `uopattn.dsl.rules.bias` says which. What it returns has an axis for each number on which
+the element depends. For a mask that is the gradient. What a score_mod reads may be anywhere in its aux Tensor, also
+several times. Where each index is a number plus a constant, the sums are moved there; otherwise tinygrad differentiates
+the look-up of as many elements. If an element depends on the query and on the key, and not on their distance alone, it
+goes by blocks of queries, with at most `BLOCK_BYTES` of sums at a time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from tinygrad import Tensor, UOp, dtypes
+
+from uopattn.dsl import sizes
+from uopattn.dsl.rules.bias import Bias, BiasWork, Places
+from uopattn.plan.dispatch import bias_launch, check_guards
+from uopattn.plan.launch import Launch
+from uopattn.plan.reference import Lookup
+from uopattn.plan.residuals import Residuals, no_further
+from uopattn.plan.target import target_of
+from uopattn.spec.arguments import Arguments
+from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.spec import AttentionSpec
+from uopattn.spec.trace import of_tensors
+
+BLOCK_BYTES = 16 << 20
+ROWS = 64  # queries at a time are a multiple of this, and of the kernel's blocks
+OF_MASK = {
+  (True, True): Places.PAIRS,
+  (True, False): Places.QUERIES,
+  (False, True): Places.KEYS,
+  (False, False): Places.ALL,
+}
+AXES = 4  # batch, head, query and key; of a bias by distance, the last one is the distance
+
+
+def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
+  """Return the gradient of an additive mask of four axes. Raises NoKernel."""
+  batches, heads, queries, keys = (n > 1 for n in sizes(mask))
+  sums = _sums(residuals, arguments, Bias(batches, heads, OF_MASK[queries, keys]))
+  return sums.reshape(mask.shape).cast(mask.dtype)
+
+
+def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]) -> list[Tensor | None]:
+  """Return the gradients of aux Tensors that score_mod reads, None for one that it does not read. Raises NoKernel.
+
+  Args:
+    aux: those whose gradients are wanted, by their numbers.
+  """
+  spec = residuals.spec
+  assert spec.score_mod is not None
+  numbers, reads = spec.score_mod.reads((spec.B, spec.Hq, spec.M, spec.N), arguments.aux)
+  found: list[Tensor | None] = []
+  for i, x in aux.items():
+    parts = [Read.of((i, n), index, numbers, spec.N) for n, index in enumerate(reads[i])]
+    grads = [grad for part in parts for grad in part.gradients(residuals, arguments, x)]
+    found.append(sum(grads[1:], grads[0]).cast(x.dtype) if grads else None)
+  return found
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+  """One of the places where a score_mod reads an aux Tensor.
+
+  Attributes:
+    bias: on which numbers the element depends.
+    index: the element's index, an expression of `numbers` for each axis.
+    numbers: symbols for batch, head, query and key; of a bias by distance, the last one is the distance.
+  """
+
+  bias: Bias
+  index: tuple[UOp, ...]
+  numbers: tuple[UOp, ...]
+
+  @classmethod
+  def of(cls, read: tuple[int, int], index: tuple[UOp, ...], numbers: Sequence[UOp], N: int) -> "Read":
+    """Find out on what an index depends, an expression of `numbers`; of N keys."""
+    b, h, i, j = numbers
+    known = _symbols(index)
+    batches, heads, queries, keys = (x in known for x in numbers)
+    places = OF_MASK[queries, keys]
+    if places is Places.PAIRS:
+      apart = UOp.variable("distance", -int(i.vmax), N - 1, dtypes.int, param=True)
+      by_distance = tuple(x.substitute({j: i + apart}).simplify() for x in index)
+      if i not in _symbols(by_distance):
+        return cls(Bias(batches, heads, Places.DISTANCES, read), by_distance, (b, h, i, apart))
+    return cls(Bias(batches, heads, places, read), index, (b, h, i, j))
+
+  def gradients(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> list[Tensor]:
+    """Return parts of the gradient of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
+    spec, first = residuals.spec, -residuals.spec.M + 1
+    if self.bias.places is not Places.PAIRS:
+      sums = _sums(residuals, arguments, self.bias)
+      firsts = (0, 0, 0, first if self.bias.places is Places.DISTANCES else 0)
+      moved = self._moved(sums, sizes(x), firsts)
+      return [self._looked_up(sums, x, arguments, firsts) if moved is None else moved]
+    whole = self._moved_pairs(residuals, arguments, x)
+    if whole is not None:
+      return [whole]
+    heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
+    count = max(1, BLOCK_BYTES // (4 * heads * spec.N * ROWS)) * ROWS
+    if count >= spec.M:
+      return [self._looked_up(_sums(residuals, arguments, self.bias), x, arguments, (0, 0, 0, 0))]
+
+    def look_up(sums: Tensor, first: Tensor) -> Tensor:
+      return self._looked_up(sums, x, arguments, (0, 0, first, 0))
+
+    return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
+
+  def _moved_pairs(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> Tensor | None:
+    """`_moved` of all pairs, whose sums are about as large as x; None if they are not simply moved."""
+    if self._axes() is None:
+      return None
+    return self._moved(_sums(residuals, arguments, self.bias), sizes(x), (0, 0, 0, 0))
+
+  def _axes(self) -> list[tuple[int | None, int]] | None:
+    """For each index the number that it is, and the constant added to it; None if an index is anything else.
+
+    A number occurs once. An index that is a constant has no number.
+    """
+    found: list[tuple[int | None, int]] = []
+    for x in self.index:
+      used = [n for n, symbol in enumerate(self.numbers) if symbol in x.toposort()]
+      rest = (x - self.numbers[used[0]] if used else x).simplify()
+      rest = rest.src[0] if rest.op.name == "CAST" and rest.src[0].op.name == "CONST" else rest
+      if len(used) > 1 or rest.op.name != "CONST":
+        return None
+      found.append((used[0] if used else None, int(rest.arg)))
+    places = [n for n, _ in found if n is not None]
+    return found if len(set(places)) == len(places) else None
+
+  def _moved(self, sums: Tensor, shape: tuple[int, ...], firsts: tuple[int, ...]) -> Tensor | None:
+    """Move sums to where they belong in an array of a shape; None if they are not simply moved.
+
+    Args:
+      sums: (batches, heads, queries, keys or distances), an axis on which nothing depends having a size of 1.
+      firsts: the numbers that the first elements along the axes have.
+    """
+    if (axes := self._axes()) is None:
+      return None
+    order = [n for n, _ in axes if n is not None]
+    if any(size > 1 for n, size in enumerate(sizes(sums)) if n not in order):
+      return None
+    x = sums.permute(*order, *(n for n in range(AXES) if n not in order))
+    x = x.reshape(tuple(sizes(sums)[n] if n is not None else 1 for n, _ in axes))
+    starts = [constant + (firsts[n] if n is not None else 0) for n, constant in axes]
+    # What lies outside of x is not read, and has no gradient.
+    inside = [(max(0, -a), max(0, -a, min(n, size - a))) for a, n, size in zip(starts, sizes(x), shape, strict=True)]
+    x = x.shrink(tuple(inside))
+    margins = [
+      (min(max(0, a), size), size - min(max(0, a), size) - n)
+      for a, n, size in zip(starts, sizes(x), shape, strict=True)
+    ]
+    return x.pad(tuple(margins))
+
+  def _looked_up(self, sums: Tensor, x: Tensor, arguments: Arguments, firsts: Sequence[int | Tensor]) -> Tensor:
+    """Let tinygrad differentiate the look-up of as many elements as there are sums."""
+    assert self.bias.read is not None
+    assert arguments.score_mod is not None
+    of_aux, number = self.bias.read
+    leaf = x.detach()
+    lookups = [Reads(leaf if i == of_aux else y.detach()) for i, y in enumerate(arguments.aux)]
+    at = [
+      (Tensor.arange(n) + first).reshape(*(n if axis == i else 1 for i in range(AXES)))
+      for axis, (n, first) in enumerate(zip(sizes(sums), firsts, strict=True))
+    ]
+    if self.bias.places is Places.DISTANCES:
+      at[2] = at[2] * 0  # the keys are then as far from it as their number says
+    of_tensors(arguments.score_mod, Tensor.zeros(1, 1, 1, 1), *at, *lookups)
+    (grad,) = (lookups[of_aux].found[number].float() * sums.detach()).sum().gradient(leaf)
+    return grad.float()
+
+
+class Reads(Lookup):
+  """A `Lookup` that keeps a list of what was read."""
+
+  def __init__(self, tensor: Tensor):
+    super().__init__(tensor)
+    self.found: list[Tensor] = []
+
+  def __getitem__(self, index: int | Tensor | tuple[int | Tensor, ...]) -> Tensor:
+    found = super().__getitem__(index)
+    self.found.append(found)
+    return found
+
+
+def _symbols(index: Sequence[UOp]) -> set[UOp]:
+  return {u for x in index for u in x.simplify().toposort()}
+
+
+def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
+  """Return the sums of a bias's gradients, (batches, heads, queries, keys or distances). Raises NoKernel."""
+  spec = _spec_of(residuals, bias)
+  launch = _launch(residuals, spec)
+  found = launch.run(cast(Devices, residuals.q.device), residuals.given(arguments), arguments.variables(), no_further)
+  return _summed(found["dbias"], BiasWork.of(spec, launch.tiles))
+
+
+def _in_parts(
+  residuals: Residuals, arguments: Arguments, bias: Bias, look_up: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+  """Add up what `look_up` makes of the sums of `Bias.count` queries at a time, and of the first one's number, (1,).
+
+  All sums are in the same memory, one after another. A launch depends on what became of the sums before: tinygrad would
+  compute all of them first.
+  """
+  spec = _spec_of(residuals, bias)
+  launch, device, given = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.given(arguments)
+  if missing := -bias.count % launch.tiles.block_m:  # of whole blocks of queries
+    return _in_parts(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
+  total, zero = None, Tensor.zeros(1, dtype=dtypes.int32, device=device)
+  for first in range(0, spec.M, bias.count):
+    start = (zero + first).contiguous()
+    given["first"] = [start]
+    sums = launch.run(device, given, arguments.variables(), no_further)["dbias"]
+    given["dbias"] = [sums]
+    part = look_up(_summed(sums, BiasWork.of(spec, launch.tiles)), start)
+    total = (part if total is None else total + part).contiguous()
+    zero = _zero(total)
+  assert total is not None
+  return total
+
+
+def _spec_of(residuals: Residuals, bias: Bias) -> AttentionSpec:
+  """Return the attention with a bias, and without lists of tiles: the block mask itself hides keys."""
+  return replace(residuals.spec, bias=bias, block_heads=None)
+
+
+def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
+  """Return the launch of the kernel. Raises NoKernel."""
+  device = devices_of(cast(Devices, residuals.q.device))[0]
+  found = bias_launch(spec, target_of(device))
+  check_guards((found,), device, backward=True)
+  return found
+
+
+def _zero(x: Tensor) -> Tensor:
+  """Return a 0, (1,) int32, that tinygrad computes after x, without knowing that it is 0."""
+  sign = (x.reshape(-1)[:1].bitcast(dtypes.uint32) >> 31).contiguous()
+  return (sign > 1).cast(dtypes.int32)
+
+
+def _summed(x: Tensor, work: BiasWork) -> Tensor:
+  """Add up what belongs together in the tiles of sums; see `_sums`."""
+  batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
+  if work.bias.places is Places.PAIRS:
+    return x.reshape(batches, heads, work.M, work.N)
+  x = x.sum(1)  # of parts
+  places = work.bias.places
+  if places is Places.DISTANCES:
+    return _by_distance(x, work).reshape(batches, heads, 1, work.M + work.N - 1)
+  if places is Places.QUERIES:
+    return x.sum(3).reshape(batches, heads, -1, 1)[:, :, : work.M]
+  if places is Places.KEYS:
+    return x.sum(2).reshape(batches, heads, 1, -1)[..., : work.N]
+  return x.sum(3).contiguous().sum(2).reshape(batches, heads, 1, 1)
+
+
+def _by_distance(x: Tensor, work: BiasWork) -> Tensor:
+  """Add up the diagonals of tiles (heads, groups, size, size), and of neighbours: (heads, M + N - 1)."""
+  heads, groups, size, _ = sizes(x)
+  # A row for each query, from the last one: padded to an odd length, each row begins one to the right of the last one.
+  rows = x.flip(2).pad((None, None, None, (0, size))).reshape(heads, groups, -1)[..., :-size]
+  diagonals = rows.reshape(heads, groups, size, 2 * size - 1).sum(2)
+  halves = diagonals.pad((None, None, (0, 1))).reshape(heads, groups, 2, size)
+  lower, upper = halves[:, :, 0].pad((None, (0, 1), None)), halves[:, :, 1].pad((None, (1, 0), None))
+  first = work.blocks * size - work.M  # of distance 1 - M
+  return (lower + upper).reshape(heads, -1)[:, first : first + work.M + work.N - 1]

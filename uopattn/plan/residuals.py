@@ -1,0 +1,68 @@
+"""What a backward pass reads, and gives to its kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from tinygrad import Tensor, UOp
+
+from uopattn.plan.dispatch import delta_launch
+from uopattn.plan.target import target_of
+from uopattn.spec.arguments import Arguments
+from uopattn.spec.layout import flat_base
+from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.spec import AttentionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+  """The inputs of a backward pass. Where it goes by parts of the keys, each part has the delta of the whole.
+
+  Attributes:
+    q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
+    lse: (B, Hq, M) float32.
+    do: the gradient of the output, (B, Hq, M, Dv), in its dtype.
+    delta: rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key.
+  """
+
+  spec: AttentionSpec
+  q: Tensor
+  k: Tensor
+  v: Tensor
+  lse: Tensor
+  do: Tensor
+  delta: Tensor
+
+  @classmethod
+  def of(
+    cls,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    do: Tensor | None,
+    dlse: Tensor | None = None,
+  ) -> "Residuals":
+    """Make one from the output, the LSE and their gradients, of which None is 0."""
+    do = (out.zeros_like() if do is None else do).cast(out.dtype)
+    # Contiguous as the output is.
+    do = do.transpose(1, 2).contiguous().transpose(1, 2) if spec.layout("o") else do.contiguous()
+    device = cast(Devices, q.device)
+    launch = delta_launch(spec, target_of(devices_of(device)[0]), dlse is not None)
+    given = {name: [flat_base(name, x, spec.layout(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
+    given |= {} if dlse is None else {"dlse": [dlse.float().contiguous()]}
+    return cls(spec, q, k, v, lse, do, launch.run(device, given, gradient=no_further)["delta"])
+
+  def given(self, arguments: Arguments) -> dict[str, Sequence[Tensor]]:
+    """Return the buffers of a backward kernel, by name."""
+    found: dict[str, Sequence[Tensor]] = {name: [getattr(self, name)] for name in ("lse", "delta")}
+    for name in ("q", "k", "v", "do"):
+      found[name] = [flat_base(name, getattr(self, name), self.spec.layout(name))]
+    return found | arguments.buffers()
+
+
+def no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+  """The gradient of a backward kernel: there is none."""
+  raise NotImplementedError("the gradient of attention has no gradient itself through kernels; backend='reference' has")
