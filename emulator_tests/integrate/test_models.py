@@ -99,6 +99,7 @@ def test_another_mla_block_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog
   assert caplog.messages == ["the MLA blocks of tinygrad.llm are left as they are: tinygrad has changed since 0.14.0"]
 
 
+@pytest.mark.slow
 def test_the_script_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
   monkeypatch.setattr("sys.argv", ["models", "--small", "--rounds", "1", "ViT"])
   assert script.main() == 0

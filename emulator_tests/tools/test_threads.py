@@ -228,6 +228,7 @@ def signalled(code: str) -> None:
   assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_exceptions_of_signal_handlers_leave_the_team_free() -> None:
   """At any moment of a call, one after another; and then all threads do the items of a call."""
   signalled("""

@@ -132,7 +132,10 @@ def no_kernel(*_: Any, **given: Any) -> UOp:
   raise RuntimeError("the compiler gives up")
 
 
-@pytest.mark.parametrize(("build", "said"), [(keys_for_values, "is wrong: output"), (no_kernel, "gives up")])
+@pytest.mark.parametrize(
+  ("build", "said"),
+  [(keys_for_values, "is wrong: output"), pytest.param(no_kernel, "gives up", marks=pytest.mark.slow)],
+)
 def test_a_defect_is_reported_and_never_chosen(
   build: Callable[..., UOp],
   said: str,
@@ -186,6 +189,7 @@ def fastest(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(search, "alternate", alternate)
 
 
+@pytest.mark.slow
 def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
   fastest(1, monkeypatch)
   spec, (q, k, v) = spec_of(), (x.is_param_() for x in qkv(*SHAPE))
@@ -347,6 +351,7 @@ print(*map(search.shown, search.KNOWN.values()))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_search_once(tmp_path: Path) -> None:
   environment = os.environ | {"CACHEDB": str(tmp_path / "cache.db")}
   both = [subprocess.Popen([sys.executable, "-c", TWO], env=environment, stdout=subprocess.PIPE) for _ in "ab"]
@@ -515,6 +520,7 @@ def with_tensors() -> AttentionSpec:
   )
 
 
+@pytest.mark.each("case", "scores")
 @pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
 @pytest.mark.parametrize("scores", [1 << 23, 500])
 def test_inputs_are_made_for_a_spec(
@@ -551,6 +557,7 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
     assert trial.check(runner.result()) == []
 
 
+@pytest.mark.kinds(case=(with_tensors,))
 @pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
 def test_gradients_are_checked(case: Callable[[], AttentionSpec], monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.tuning.trial.CHECKED", 4 * 500 if case is views else 1 << 23)
@@ -650,6 +657,7 @@ def test_warm_lowers_ahead(caplog: pytest.LogCaptureFixture) -> None:
   assert "lowering" not in caplog.text
 
 
+@pytest.mark.slow
 def test_warm_in_several_processes(tmp_path: Path) -> None:
   text = """
 import logging
