@@ -203,16 +203,25 @@ def test_chosen_tiles(subject: Subject, arch: str, dtype: DType) -> None:
 
 
 CONFLICTS = [
-  pytest.param(name, arch, dtype, size, id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{size}")
+  pytest.param(
+    name,
+    arch,
+    dtype,
+    size,
+    chosen,
+    id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{size}-{'chosen' if chosen else 'small'}",
+    # `test_chosen_tiles` has heads of 64 with the tiles of choice
+    marks=() if not chosen else pytest.mark.slowest if size == (64, 64) else pytest.mark.slow,
+  )
   for name, arch, dtype in ON_GPUS
   for size in SUBJECTS[name].conflict_free
+  for chosen in (False, True)
 ]
 
 
 @pytest.mark.kinds(dtype=ONE_OF_EACH_SIZE)
 @pytest.mark.each("arch", "dtype", "size")
-@pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "chosen"])
-@pytest.mark.parametrize((*OF_CASE, "size"), CONFLICTS, indirect=["subject"])
+@pytest.mark.parametrize((*OF_CASE, "size", "chosen"), CONFLICTS, indirect=["subject"])
 def test_no_bank_conflict(subject: Subject, arch: str, dtype: DType, size: tuple[int, int], chosen: bool) -> None:
   with subject.on(arch, chosen=chosen):
     sources = subject.inputs(arch, (1, 1, 1, 100, 130, *size), dtype)

@@ -126,11 +126,16 @@ def test_probes_of_right_kernels_are_right(features: tuple[str, ...], backward: 
 
 
 OFTEN = "hopper", "cpu"  # subjects of the quick suite
+LESS_OFTEN = "amd", "apple", "generic", "cuda", "decode"  # of --values; `test_a_mistake_is_caught` is of all kernels
+
+
+def how_often(name: str) -> Any:
+  return () if name in OFTEN else pytest.mark.slow if name in LESS_OFTEN else pytest.mark.slowest
 
 
 @pytest.mark.parametrize(
   ("name", "arch", "dtype"),
-  [pytest.param(*x, marks=() if x[0] in OFTEN else pytest.mark.slow, id=x[0]) for x in ONCE],
+  [pytest.param(*x, marks=how_often(x[0]), id=x[0]) for x in ONCE],
 )
 def test_a_mistake_is_found_and_the_kernel_not_used(
   name: str, arch: str, dtype: DType, here: list[Probe], caplog: pytest.LogCaptureFixture

@@ -597,14 +597,21 @@ def test_the_candidates_begin_with_the_models_choice_and_fit_the_device(
     assert max(size(spec.Dk, spec.Dv) for size in sizes) <= (target.lds if target.device != "CPU" else 0)
 
 
+MANY, FEW = (1, 2, 2, 40, 72, 64, 64), (1, 4, 1, 1, 600, 64, 64)  # queries
+OFTEN = (("sm_80", MANY), ("sm_90", MANY), ("gfx942", FEW))
+
+
 @pytest.mark.slow
-@pytest.mark.each("arch", "shape", evenly=True)
 @pytest.mark.parametrize(
-  "arch",
-  # the others have the generators of these; `test_any_tiles` draws tiles for all
-  ["sm_80", "sm_90", "gfx942", *(pytest.param(x, marks=pytest.mark.slowest) for x in ("sm_75", "gfx1100", "gfx1201"))],
+  ("arch", "shape"),
+  [
+    # the other targets have the generators of these; `test_any_tiles` draws tiles for all
+    pytest.param(arch, shape, marks=() if (arch, shape) in OFTEN else pytest.mark.slowest)
+    for arch in ("sm_80", "sm_90", "gfx942", "sm_75", "gfx1100", "gfx1201")
+    for shape in (MANY, FEW)
+  ],
+  ids=str,
 )
-@pytest.mark.parametrize("shape", [(1, 2, 2, 40, 72, 64, 64), (1, 4, 1, 1, 600, 64, 64)], ids=str)
 def test_all_candidates_of_gpus_are_right_on_the_emulator(
   arch: str, shape: tuple[int, int, int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
