@@ -105,6 +105,7 @@ def test_wrong_gradients_get_no_speed(
   assert "fails the gate: gradient of k" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_row")
 def test_tinygrad_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   assert main(["--quick", "--against", "tinygrad", "--rounds", "3", "--json", f"{tmp_path}/b.json"]) == 0

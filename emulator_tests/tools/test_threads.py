@@ -331,6 +331,7 @@ raise SystemExit("not interrupted")
 """)
 
 
+@pytest.mark.slow
 def test_forks_while_the_team_is_taken() -> None:
   """In a signal handler of its caller, who goes on in both processes, and in another thread."""
   signalled("""

@@ -212,6 +212,7 @@ def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     np.testing.assert_allclose(found, x.grad.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_defect_in_a_gradient_is_reported_and_never_chosen(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,6 +295,7 @@ def test_where_no_lock_can_be_made_it_measures_all_the_same(
   assert "there is no lock" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.LogCaptureFixture) -> None:
   spec = spec_of()
   case = Case.of(spec, "CPU")
