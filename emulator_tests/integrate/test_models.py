@@ -60,13 +60,14 @@ def results(model: Model, kernels: bool = False, exact: bool = False) -> tuple[l
 
 
 QUICK = ("gpt-oss",)
+VALUES = ("BERT", "VAE, D=512", "tinygrad.llm, MLA")  # the others have what these have, or gpt-oss
 
 
 def those(generate: bool) -> list[Any]:
-  """The models that generate, or the others; of those that are not quick every second one is left to --slow."""
+  """The models that generate, or the others; of those that are not in `QUICK` some are left to --values."""
   names = [name for name, x in MODELS.items() if (x.generate is not None) == generate]
-  marks = [pytest.mark.slow if i % 2 else pytest.mark.slowest for i in range(len(names))]
-  return [pytest.param(x, marks=[] if x in QUICK else [mark]) for x, mark in zip(names, marks, strict=True)]
+  later = {name: pytest.mark.slow if name in VALUES else pytest.mark.slowest for name in names}
+  return [pytest.param(name, marks=[] if name in QUICK else [later[name]]) for name in names]
 
 
 @pytest.mark.parametrize("name", those(generate=False))

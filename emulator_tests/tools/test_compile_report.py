@@ -60,7 +60,7 @@ def test_budget(arch: str, dtype: str, D: int) -> None:
   ("arch", "D", "budget"),
   [
     pytest.param("gfx1100", 64, 17.8, marks=pytest.mark.slowest),  # 128 needs more registers
-    ("gfx1100", 128, 16.0),
+    pytest.param("gfx1100", 128, 16.0, marks=pytest.mark.slowest),
     ("gfx1201", 128, 10.1),
   ],
 )

@@ -72,8 +72,11 @@ def spec_of(**options: Any) -> Any:
 # what a probe is
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize(
+  "backward",
+  [pytest.param(False, marks=pytest.mark.slowest), pytest.param(True, marks=pytest.mark.slow)],
+  ids=["forward", "gradients"],
+)
 def test_probes_have_the_features_of_what_they_stand_for(backward: bool) -> None:
   """What a probe makes of its features is an attention that has them, and whose own probe is of the same kind."""
   count = 0
@@ -126,14 +129,8 @@ def test_probes_of_right_kernels_are_right(features: tuple[str, ...], backward: 
 
 
 OFTEN = ("cpu",)  # subjects of the quick suite
-LESS_OFTEN = (
-  "amd",
-  "hopper",
-  "apple",
-  "generic",
-  "cuda",
-  "decode",
-)  # of --values; `test_a_mistake_is_caught` is of all kernels
+# Those of --values: that the gate sees mistakes of all kernels is what `test_a_mistake_is_caught` tests.
+LESS_OFTEN = "amd", "hopper", "apple", "generic", "cuda", "decode"
 
 
 def how_often(name: str) -> Any:
