@@ -117,6 +117,7 @@ def test_the_script_says_what_models_there_are(
   assert capsys.readouterr().err.startswith("models: there is no model 'GPT-5'; there are 'GPT-2', ")
 
 
+@pytest.mark.slow
 def test_the_script_notices_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
   turns = itertools.count()
   monkeypatch.setattr(script, "arrays", lambda call: [x.numpy() * (1 - 1e-3 * next(turns)) for x in call()])

@@ -69,7 +69,14 @@ FORWARD: dict[str, tuple[DType, Sizes, dict[str, Any]]] = {
   ),
 }
 
-LONGER = ("split keys", "bfloat16", "float32", "fp8e5m2")  # the quick suite runs the same code on the emulator
+LONGER = (
+  "split keys",
+  "bfloat16",
+  "float32",
+  "fp8e4m3",
+  "fp8e5m2",
+  "rules",
+)  # the quick suite runs the same code on the emulator
 
 
 @pytest.mark.kinds(arch=ARCHES)

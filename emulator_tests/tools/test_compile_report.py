@@ -224,7 +224,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.kinds(name=("cl",), dtype=("float16",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), COUNTS)
 def test_budget_of_counts(name: str, dtype: str) -> None:
   kernels = report_counted.launches(name, dtype, 8, 1024, 1024, 64, False)

@@ -72,6 +72,7 @@ def test_characters_of_several_tokens_are_written_whole(small: SmolLM, capsys, m
   assert "🙂" in written
 
 
+@pytest.mark.slow
 def test_the_prompt_is_echoed_and_the_end_explained(small: SmolLM, capsys, monkeypatch) -> None:
   monkeypatch.setattr(generate, "load", lambda: small)
   text, context = "x" * 100, 128

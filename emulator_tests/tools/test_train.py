@@ -89,6 +89,7 @@ def test_a_loss_that_is_nan_is_noticed() -> None:
   assert not Comparison(comparison.difference * np.nan, comparison.rounding).agrees
 
 
+@pytest.mark.slow
 def test_a_step_runs_each_kernel_once_a_layer(text: Text, capsys) -> None:
   model = replace(MODEL, layers=2)
   pieces = text.batch(BATCH, model.context + 1, np.random.default_rng(9))
