@@ -188,7 +188,7 @@ def test_gradients_of_attention(arch: str) -> None:
     check_gradients(*inputs(2, 4, 2, 20, 75, 16, 24), THROUGH_ATTENTION)
 
 
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1201", "amx"), slowest=("gfx950",))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("amx",), slowest=("gfx1201", "gfx950"))
 def test_dropout(schedule: str, machine: Machine) -> None:
   B, Hq, _, M, N, *_ = SHAPE
   check_backward(machine, SHAPE, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)})
@@ -237,7 +237,7 @@ def test_queries_before_all_keys_have_no_gradient(schedule: str, machine: Machin
 
 @pytest.mark.each("lengths")
 @pytest.mark.parametrize("lengths", [(0, 35), (1, 41), (32, 33)], ids=str)
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("cl", "gfx1100", "gfx1201"), slowest=("gfx950",))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("cl", "gfx1100"), slowest=("gfx1201", "gfx950"))
 def test_keys_that_do_not_exist_are_not_read(schedule: str, machine: Machine, lengths: tuple[int, int]) -> None:
   with machine.device() as device:
     case = Case.of(machine, SHAPE, {"kv_lengths": np.array(lengths)})
@@ -302,7 +302,7 @@ def test_no_bank_conflict_and_no_more_products_than_there_are(schedule: str, mac
   [
     pytest.param(*case, chosen, marks=mark, id="-".join(map(str, case)) + ("-chosen" if chosen else "-small"))
     for case, small_tiles, tiles_of_choice in (
-      (("gfx1201", 33, 48), pytest.mark.slow, pytest.mark.slowest),
+      (("gfx1201", 33, 48), pytest.mark.slowest, pytest.mark.slowest),
       (("gfx1100", 16, 32), (), pytest.mark.slowest),
       (("gfx942", 64, 64), (), pytest.mark.slow),
       (("gfx1100", 64, 64), pytest.mark.slowest, pytest.mark.slow),

@@ -91,7 +91,7 @@ def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.each("causal", "dtype", evenly=True)
+@pytest.mark.each("arch", "D", "causal", "dtype", evenly=True)
 @pytest.mark.parametrize(("arch", "D", "causal", "dtype"), REST)
 def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None:
   check_compiled(arch, D, causal, dtype)

@@ -110,8 +110,17 @@ LARGER: dict[str, Sizes] = {
   "wide, one query": (2, 2, 2, 1, 150, 64, 64),
   "large odd head": (1, 1, 1, 20, 40, 150, 257),
 }
+ALIKE = ("gfx1151", "gfx1200", "gfx950", "sm_86", "sm_89", "sm_100", "sm_120")  # of `LOWERED_AS`
+ONLY_THERE = ("float8", "amd8")  # kernels of these targets alone
+
+
+def is_often_chosen(name: str, arch: str, sizes: Sizes) -> bool:
+  """Whether `--values` may have a case; `test_chosen_tiles` has the tiles of choice of every target."""
+  return sizes in LARGER.values() and (arch not in ALIKE or name in ONLY_THERE)
+
+
 SLOW = [
-  pytest.param(name, arch, dtype, sizes, marks=[] if sizes in LARGER.values() else [pytest.mark.slowest])
+  pytest.param(name, arch, dtype, sizes, marks=[] if is_often_chosen(name, arch, sizes) else [pytest.mark.slowest])
   for name, x in SUBJECTS.items()
   for arch in x.arches + MORE_ARCHES.get(name, ())
   for dtype in x.dtypes

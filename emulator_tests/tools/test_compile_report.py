@@ -88,8 +88,8 @@ def test_budget_of_8_bits(arch: str, dtype: str, D: int) -> None:
   ("arch", "D"),
   [
     ("gfx1100", 64),
-    pytest.param("gfx1201", 64, marks=pytest.mark.slow),
-    pytest.param("gfx1201", 128, marks=pytest.mark.slow),
+    pytest.param("gfx1201", 64, marks=pytest.mark.slowest),
+    pytest.param("gfx1201", 128, marks=pytest.mark.slowest),
     ("gfx942", 64),
     pytest.param("gfx950", 128, marks=pytest.mark.slow),
   ],
