@@ -337,10 +337,16 @@ def machine(arch: str, dtype: DType = HALF) -> Machine:
   return found
 
 
-def on_machines(*arches: str, dtype: DType = HALF, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-  """Parametrizes a test by `schedule` and `machine`; `slow` are left to `--slow`."""
-  given = [pytest.param(machine(x, dtype).schedule, machine(x, dtype), id=x) for x in arches]
-  given += [pytest.param(machine(x, dtype).schedule, machine(x, dtype), id=x, marks=pytest.mark.slow) for x in slow]
+def on_machines(
+  *arches: str, dtype: DType = HALF, slow: tuple[str, ...] = (), slowest: tuple[str, ...] = ()
+) -> pytest.MarkDecorator:
+  """Parametrizes a test by `schedule` and `machine`; `slow` are left to `--values`, `slowest` to `--slow`."""
+  marked = ((arches, ()), (slow, pytest.mark.slow), (slowest, pytest.mark.slowest))
+  given = [
+    pytest.param(machine(x, dtype).schedule, machine(x, dtype), id=x, marks=mark)
+    for names, mark in marked
+    for x in names
+  ]
   return pytest.mark.parametrize(("schedule", "machine"), given)
 
 

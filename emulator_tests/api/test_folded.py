@@ -69,13 +69,13 @@ def cases(seeds: range) -> list[Any]:
   return [pytest.param(*x, marks=() if x in [(y, 0) for y in QUICK] else pytest.mark.slow) for x in found]
 
 
-@pytest.mark.parametrize(("arch", "seed"), cases(range(2)))
+@pytest.mark.parametrize(("arch", "seed"), cases(range(1)))
 def test_drawn(arch: str, seed: int) -> None:
   check_drawn(arch, seed)
 
 
 @pytest.mark.slowest
-@pytest.mark.parametrize(("arch", "seed"), cases(range(2, 13)))
+@pytest.mark.parametrize(("arch", "seed"), cases(range(1, 13)))
 def test_more_drawn(arch: str, seed: int) -> None:
   check_drawn(arch, seed)
 

@@ -76,7 +76,9 @@ def computed(M: int, kernel: str, bad: dict[str, slice]) -> np.ndarray[Any, Any]
 
 
 @pytest.mark.kinds(kernel=("plain ops", "cpu_forward", "gfx942", "sm_90"))
-@pytest.mark.parametrize("kernel", [*KERNELS, *(pytest.param(x, marks=pytest.mark.slow) for x in ("gfx1100", "amx"))])
+@pytest.mark.parametrize(
+  "kernel", [*KERNELS, *(pytest.param(x, marks=pytest.mark.slowest) for x in ("gfx1100", "amx"))]
+)
 def test_what_is_promised_of_hidden_keys(kernel: str) -> None:
   M = 3 if kernel == "cpu_decode" else 40
   with on(kernel) if kernel in EMULATED else nullcontext():

@@ -60,13 +60,14 @@ def results(model: Model, kernels: bool = False, exact: bool = False) -> tuple[l
 
 
 QUICK = ("gpt-oss",)
+VALUES = ("BERT", "VAE, D=512", "tinygrad.llm, MLA")  # the others have what these have, or gpt-oss
 
 
 def those(generate: bool) -> list[Any]:
-  """The models that generate, or the others; of those that are not quick every second one is left to --slow."""
+  """The models that generate, or the others; of those that are not in `QUICK` some are left to --values."""
   names = [name for name, x in MODELS.items() if (x.generate is not None) == generate]
-  marks = [pytest.mark.slow if i % 2 else pytest.mark.slowest for i in range(len(names))]
-  return [pytest.param(x, marks=[] if x in QUICK else [mark]) for x, mark in zip(names, marks, strict=True)]
+  later = {name: pytest.mark.slow if name in VALUES else pytest.mark.slowest for name in names}
+  return [pytest.param(name, marks=[] if name in QUICK else [later[name]]) for name in names]
 
 
 @pytest.mark.parametrize("name", those(generate=False))
@@ -99,6 +100,7 @@ def test_another_mla_block_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog
   assert caplog.messages == ["the MLA blocks of tinygrad.llm are left as they are: tinygrad has changed since 0.14.0"]
 
 
+@pytest.mark.slow
 def test_the_script_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
   monkeypatch.setattr("sys.argv", ["models", "--small", "--rounds", "1", "ViT"])
   assert script.main() == 0
@@ -115,6 +117,7 @@ def test_the_script_says_what_models_there_are(
   assert capsys.readouterr().err.startswith("models: there is no model 'GPT-5'; there are 'GPT-2', ")
 
 
+@pytest.mark.slow
 def test_the_script_notices_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
   turns = itertools.count()
   monkeypatch.setattr(script, "arrays", lambda call: [x.numpy() * (1 - 1e-3 * next(turns)) for x in call()])

@@ -42,7 +42,7 @@ def runner(model: onnx.ModelProto) -> OnnxRunner:
 
 def quick(name: str) -> bool:
   """Whether a case belongs to the quick suite: the others vary its sizes or types, or have three dimensions."""
-  alike = ("diff_heads", "_gqa_", "_3d_", "_mask_4d", "_bf16", "_fp16", "_expanded")
+  alike = ("diff_heads", "_gqa_", "_3d_", "_mask_4d", "_bool_4d", "_rank3", "_bf16", "_fp16", "_float16", "_expanded")
   return not name.startswith("3d_") and not any(x in name for x in alike)
 
 

@@ -61,6 +61,7 @@ def test_float32_of_all_exponents(arch: str) -> None:
   assert gates[0].lse(lse.numpy()).correct
 
 
+@pytest.mark.each("sizes", "arch", "stored", evenly=True)
 @pytest.mark.parametrize("stored", [dtypes.half, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx1201", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

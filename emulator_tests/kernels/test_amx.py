@@ -147,7 +147,7 @@ AHEAD: dict[str, dict[str, Any]] = {
 @pytest.mark.kinds(name=("positions of batches", "window"))
 @pytest.mark.each("name", "groups", evenly=True)
 @pytest.mark.parametrize(
-  "name", [pytest.param(x, marks=[pytest.mark.slowest] if x in ("later", "earlier") else []) for x in AHEAD]
+  "name", [pytest.param(x, marks=[pytest.mark.slowest] if x in ("causal", "later", "earlier") else []) for x in AHEAD]
 )
 @pytest.mark.parametrize("groups", [1, 2])
 def test_units_ahead_of_the_keys(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:

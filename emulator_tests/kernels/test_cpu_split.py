@@ -1,5 +1,6 @@
 """Keys split among the threads of a CPU: how many parts, what each of them does, and what they are worth together."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,8 +95,14 @@ def tiles_of_parts(length: int | UOp, value: int, N: int, block_n: int, splits: 
   return [[number(part.tile(UOp.const(i))) for i in range(number(part.n_tiles))] for part in parts]
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
-@pytest.mark.parametrize("N", [1, 64, 65, 1000, pytest.param(65536, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  ("N", "splits"),
+  [
+    *itertools.product((1, 64, 65, 1000), (1, 2, 3, 7, 16)),
+    pytest.param(65536, 16, marks=pytest.mark.slow),
+    *(pytest.param(65536, splits, marks=pytest.mark.slowest) for splits in (1, 2, 3, 7)),
+  ],
+)
 def test_parts_visit_each_tile_with_a_key_once_and_no_other(N: int, splits: int) -> None:
   variable = UOp.variable("length", 0, N)
   for value in {0, 1, 63, 64, 65, 500, 1000, 65535, 65536, N} & {*range(N + 1)}:

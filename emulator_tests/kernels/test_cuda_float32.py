@@ -67,6 +67,7 @@ def test_all_exponents(arch: str) -> None:
   assert gates[0].lse(lse.numpy()).correct
 
 
+@pytest.mark.each("sizes", "stored", evenly=True)
 @pytest.mark.parametrize("stored", [dtypes.half, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
   "sizes", [(1, 4, 2, 1, 300, 24, 40), pytest.param((2, 2, 1, 40, 50, 33, 17), marks=pytest.mark.slow)], ids=str

@@ -110,8 +110,17 @@ LARGER: dict[str, Sizes] = {
   "wide, one query": (2, 2, 2, 1, 150, 64, 64),
   "large odd head": (1, 1, 1, 20, 40, 150, 257),
 }
+ALIKE = ("gfx1151", "gfx1200", "gfx950", "sm_86", "sm_89", "sm_100", "sm_120")  # of `LOWERED_AS`
+ONLY_THERE = ("float8", "amd8")  # kernels of these targets alone
+
+
+def is_often_chosen(name: str, arch: str, sizes: Sizes) -> bool:
+  """Whether `--values` may have a case; `test_chosen_tiles` has the tiles of choice of every target."""
+  return sizes in LARGER.values() and (arch not in ALIKE or name in ONLY_THERE)
+
+
 SLOW = [
-  pytest.param(name, arch, dtype, sizes, marks=[] if sizes in LARGER.values() else [pytest.mark.slowest])
+  pytest.param(name, arch, dtype, sizes, marks=[] if is_often_chosen(name, arch, sizes) else [pytest.mark.slowest])
   for name, x in SUBJECTS.items()
   for arch in x.arches + MORE_ARCHES.get(name, ())
   for dtype in x.dtypes
@@ -203,16 +212,25 @@ def test_chosen_tiles(subject: Subject, arch: str, dtype: DType) -> None:
 
 
 CONFLICTS = [
-  pytest.param(name, arch, dtype, size, id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{size}")
+  pytest.param(
+    name,
+    arch,
+    dtype,
+    size,
+    chosen,
+    id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{size}-{'chosen' if chosen else 'small'}",
+    # `test_chosen_tiles` has heads of 64 with the tiles of choice
+    marks=() if not chosen else pytest.mark.slowest if size == (64, 64) else pytest.mark.slow,
+  )
   for name, arch, dtype in ON_GPUS
   for size in SUBJECTS[name].conflict_free
+  for chosen in (False, True)
 ]
 
 
 @pytest.mark.kinds(dtype=ONE_OF_EACH_SIZE)
 @pytest.mark.each("arch", "dtype", "size")
-@pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "chosen"])
-@pytest.mark.parametrize((*OF_CASE, "size"), CONFLICTS, indirect=["subject"])
+@pytest.mark.parametrize((*OF_CASE, "size", "chosen"), CONFLICTS, indirect=["subject"])
 def test_no_bank_conflict(subject: Subject, arch: str, dtype: DType, size: tuple[int, int], chosen: bool) -> None:
   with subject.on(arch, chosen=chosen):
     sources = subject.inputs(arch, (1, 1, 1, 100, 130, *size), dtype)

@@ -115,7 +115,7 @@ def test_each_alone(feature: str, name: str, arch: str) -> None:
     check_run(SUBJECTS[name], arch, **FEATURES[feature])
 
 
-@pytest.mark.each("arch")
+@pytest.mark.each("arch", "features", evenly=True)  # rules are the same code in all
 @of_machines
 @pytest.mark.parametrize("features", TOGETHER)
 def test_together(features: str, name: str, arch: str) -> None:

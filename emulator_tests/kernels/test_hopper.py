@@ -66,6 +66,7 @@ def test_each_warpgroup_begins_at_its_own_tile(brought: list[TensorPipeline]) ->
   assert brought
 
 
+@pytest.mark.each("tiles", "causal", "base2", evenly=True)
 @pytest.mark.parametrize(
   "tiles", [PERSISTENT, IN_REGISTERS, Tiles(2, 16, 2)], ids=["persistent", "in registers", "copied"]
 )

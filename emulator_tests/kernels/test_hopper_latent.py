@@ -124,7 +124,6 @@ def test_a_mistake_is_caught(mistake: str) -> None:
     (replace(latent(), values_in_keys=False), False),
     (replace(latent(), Dk=640), False),  # a pair of tiles is too large
   ],
-  ids=str,
 )
 def test_when_it_is_chosen(given: AttentionSpec, served: bool) -> None:
   assert (dispatch(given, TARGET).schedule is SCHEDULE) is served

@@ -44,7 +44,6 @@ def test_nothing_behind_the_lengths_is_read() -> None:
     (wide(260), False),  # rows from multiples of 8 bytes on
     (wide(576), False),
   ],
-  ids=str,
 )
 def test_when_it_is_chosen(given: AttentionSpec, served: bool) -> None:
   assert (dispatch(given, TARGET).schedule is SCHEDULE) is served

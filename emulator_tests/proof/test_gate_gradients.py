@@ -213,6 +213,7 @@ def test_many_right_gradients_pass(seed: int, any_magnitude: bool) -> None:
     check_case(each, any_magnitude)
 
 
+@pytest.mark.slow
 def test_sums_that_tensor_cores_cut_off_are_no_fault_on_their_devices() -> None:
   """The gradient of v sums over all queries: of 16384 terms of one sign, 1e-4 of the sum is lost."""
   random = np.random.default_rng(7)

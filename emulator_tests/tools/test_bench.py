@@ -105,6 +105,7 @@ def test_wrong_gradients_get_no_speed(
   assert "fails the gate: gradient of k" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_row")
 def test_tinygrad_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   assert main(["--quick", "--against", "tinygrad", "--rounds", "3", "--json", f"{tmp_path}/b.json"]) == 0
@@ -639,6 +640,7 @@ def test_a_sample_of_queries_is_checked(causal: int, monkeypatch: pytest.MonkeyP
     assert check([out, found[1]])[0].correct == right
 
 
+@pytest.mark.slow
 def test_gradients_of_long_sequences_are_compared_with_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sample, "MOST", 1)
   config = Config(h=2, n=64, d=16, dtype="float", gpus=2, shard="sequence")

@@ -167,6 +167,7 @@ def test_what_is_not_served_is_left_out() -> None:
   assert not kernel.is_right
 
 
+@pytest.mark.kinds(backward=(True,))
 @pytest.mark.parametrize("backward", [False, True])
 def test_speed(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.trust.speed.ON_CPU", ((1, 2, 2, 32, 32, 16, 16),))

@@ -60,7 +60,7 @@ def test_budget(arch: str, dtype: str, D: int) -> None:
   ("arch", "D", "budget"),
   [
     pytest.param("gfx1100", 64, 17.8, marks=pytest.mark.slowest),  # 128 needs more registers
-    ("gfx1100", 128, 16.0),
+    pytest.param("gfx1100", 128, 16.0, marks=pytest.mark.slowest),
     ("gfx1201", 128, 10.1),
   ],
 )
@@ -88,8 +88,8 @@ def test_budget_of_8_bits(arch: str, dtype: str, D: int) -> None:
   ("arch", "D"),
   [
     ("gfx1100", 64),
-    pytest.param("gfx1201", 64, marks=pytest.mark.slow),
-    pytest.param("gfx1201", 128, marks=pytest.mark.slow),
+    pytest.param("gfx1201", 64, marks=pytest.mark.slowest),
+    pytest.param("gfx1201", 128, marks=pytest.mark.slowest),
     ("gfx942", 64),
     pytest.param("gfx950", 128, marks=pytest.mark.slow),
   ],
@@ -224,7 +224,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.kinds(dtype=("float16",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), COUNTS)
 def test_budget_of_counts(name: str, dtype: str) -> None:
   kernels = report_counted.launches(name, dtype, 8, 1024, 1024, 64, False)

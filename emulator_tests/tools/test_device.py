@@ -46,6 +46,7 @@ def test_a_device_that_is_named_is_obeyed() -> None:
   assert done.stderr == f"uopattn.run: {CHOICE.rpartition('; ')[0]}\n"
 
 
+@pytest.mark.slow
 def test_the_suite_runs_where_the_default_device_has_no_kernels() -> None:
   """Cases whose Tensors are made when a module is imported, or by a program that they start."""
   cases = ["api/test_varlen.py::test_options[sinks-kernel]", "tools/test_run.py::test_no_verification_no_verdict"]

@@ -72,6 +72,7 @@ def test_characters_of_several_tokens_are_written_whole(small: SmolLM, capsys, m
   assert "🙂" in written
 
 
+@pytest.mark.slow
 def test_the_prompt_is_echoed_and_the_end_explained(small: SmolLM, capsys, monkeypatch) -> None:
   monkeypatch.setattr(generate, "load", lambda: small)
   text, context = "x" * 100, 128
@@ -115,7 +116,7 @@ def test_kernel_and_tinygrads_attention_write_the_same_text() -> None:
   assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_the_script_writes_the_likeliest_words() -> None:
   command = [sys.executable, str(SCRIPT), "The capital of France is", "--tokens", "2", "--context", "64"]
   done = subprocess.run(command, capture_output=True, text=True)

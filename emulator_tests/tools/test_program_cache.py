@@ -61,6 +61,7 @@ def test_a_second_process_lowers_neither_what_the_first_did_nor_what_was_damaged
   assert said(database, "0.5") == ""
 
 
+@pytest.mark.slow
 def test_other_flags_numbers_and_settings_are_other_entries(database: Path) -> None:
   assert said(database, "0.5", "0.25", "0.5 causal").count("lowering") == 3
   assert said(database, "0.5", TRANSCENDENTAL="2").count("lowering") == 1

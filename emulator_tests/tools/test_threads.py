@@ -228,6 +228,7 @@ def signalled(code: str) -> None:
   assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_exceptions_of_signal_handlers_leave_the_team_free() -> None:
   """At any moment of a call, one after another; and then all threads do the items of a call."""
   signalled("""
@@ -330,6 +331,7 @@ raise SystemExit("not interrupted")
 """)
 
 
+@pytest.mark.slow
 def test_forks_while_the_team_is_taken() -> None:
   """In a signal handler of its caller, who goes on in both processes, and in another thread."""
   signalled("""

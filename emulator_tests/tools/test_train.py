@@ -59,7 +59,7 @@ def text() -> Text:
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "wrong",
-  [("dQ times 0.99", "not causal"), ("dK times 1.5", "dV times 1.01")],
+  [("dQ times 0.99", "not causal"), pytest.param(("dK times 1.5", "dV times 1.01"), marks=pytest.mark.slowest)],
   ids=" and ".join,
 )
 def test_curves_agree_and_those_of_wrong_gradients_do_not(wrong: tuple[str, ...], text: Text) -> None:
@@ -89,6 +89,7 @@ def test_a_loss_that_is_nan_is_noticed() -> None:
   assert not Comparison(comparison.difference * np.nan, comparison.rounding).agrees
 
 
+@pytest.mark.slow
 def test_a_step_runs_each_kernel_once_a_layer(text: Text, capsys) -> None:
   model = replace(MODEL, layers=2)
   pieces = text.batch(BATCH, model.context + 1, np.random.default_rng(9))

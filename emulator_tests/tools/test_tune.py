@@ -132,7 +132,10 @@ def no_kernel(*_: Any, **given: Any) -> UOp:
   raise RuntimeError("the compiler gives up")
 
 
-@pytest.mark.parametrize(("build", "said"), [(keys_for_values, "is wrong: output"), (no_kernel, "gives up")])
+@pytest.mark.parametrize(
+  ("build", "said"),
+  [(keys_for_values, "is wrong: output"), pytest.param(no_kernel, "gives up", marks=pytest.mark.slow)],
+)
 def test_a_defect_is_reported_and_never_chosen(
   build: Callable[..., UOp],
   said: str,
@@ -186,6 +189,7 @@ def fastest(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(search, "alternate", alternate)
 
 
+@pytest.mark.slow
 def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
   fastest(1, monkeypatch)
   spec, (q, k, v) = spec_of(), (x.is_param_() for x in qkv(*SHAPE))
@@ -208,6 +212,7 @@ def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     np.testing.assert_allclose(found, x.grad.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_defect_in_a_gradient_is_reported_and_never_chosen(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,6 +295,7 @@ def test_where_no_lock_can_be_made_it_measures_all_the_same(
   assert "there is no lock" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.LogCaptureFixture) -> None:
   spec = spec_of()
   case = Case.of(spec, "CPU")
@@ -347,6 +353,7 @@ print(*map(search.shown, search.KNOWN.values()))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_search_once(tmp_path: Path) -> None:
   environment = os.environ | {"CACHEDB": str(tmp_path / "cache.db")}
   both = [subprocess.Popen([sys.executable, "-c", TWO], env=environment, stdout=subprocess.PIPE) for _ in "ab"]
@@ -515,6 +522,7 @@ def with_tensors() -> AttentionSpec:
   )
 
 
+@pytest.mark.each("case", "scores")
 @pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
 @pytest.mark.parametrize("scores", [1 << 23, 500])
 def test_inputs_are_made_for_a_spec(
@@ -551,6 +559,7 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
     assert trial.check(runner.result()) == []
 
 
+@pytest.mark.kinds(case=(with_tensors,))
 @pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
 def test_gradients_are_checked(case: Callable[[], AttentionSpec], monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.tuning.trial.CHECKED", 4 * 500 if case is views else 1 << 23)
@@ -590,14 +599,21 @@ def test_the_candidates_begin_with_the_models_choice_and_fit_the_device(
     assert max(size(spec.Dk, spec.Dv) for size in sizes) <= (target.lds if target.device != "CPU" else 0)
 
 
+MANY, FEW = (1, 2, 2, 40, 72, 64, 64), (1, 4, 1, 1, 600, 64, 64)  # queries
+OFTEN = (("sm_80", MANY), ("sm_90", MANY), ("gfx942", FEW))
+
+
 @pytest.mark.slow
-@pytest.mark.each("arch", "shape", evenly=True)
 @pytest.mark.parametrize(
-  "arch",
-  # the others have the generators of these; `test_any_tiles` draws tiles for all
-  ["sm_80", "sm_90", "gfx942", *(pytest.param(x, marks=pytest.mark.slowest) for x in ("sm_75", "gfx1100", "gfx1201"))],
+  ("arch", "shape"),
+  [
+    # the other targets have the generators of these; `test_any_tiles` draws tiles for all
+    pytest.param(arch, shape, marks=() if (arch, shape) in OFTEN else pytest.mark.slowest)
+    for arch in ("sm_80", "sm_90", "gfx942", "sm_75", "gfx1100", "gfx1201")
+    for shape in (MANY, FEW)
+  ],
+  ids=str,
 )
-@pytest.mark.parametrize("shape", [(1, 2, 2, 40, 72, 64, 64), (1, 4, 1, 1, 600, 64, 64)], ids=str)
 def test_all_candidates_of_gpus_are_right_on_the_emulator(
   arch: str, shape: tuple[int, int, int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -650,6 +666,7 @@ def test_warm_lowers_ahead(caplog: pytest.LogCaptureFixture) -> None:
   assert "lowering" not in caplog.text
 
 
+@pytest.mark.slow
 def test_warm_in_several_processes(tmp_path: Path) -> None:
   text = """
 import logging
