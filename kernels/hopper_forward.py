@@ -40,9 +40,9 @@ errors of their own product, about 1e-4 of a score, which show in the LSE (`uopa
 warpgroups hold the ping-pong barrier until their products complete; otherwise the products of both would end, and their
 softmax start, at the same time.
 
-Speed on an H200, bfloat16, N=4096, of trial builds with the same main loops: 635 TFLOP/s at D=128, 491 at D=64 and 682
-at D=256, 0.98, 1.03 and 0.996 times FlashAttention-3; causal 575 at D=128, 0.97 times. fp8e4m3 at D=128 is 1.2 to 1.4
-times as fast as float16 was before m lagged.
+Speed on an H100, bfloat16, N=4096: 613 TFLOP/s at D=128, 490 at D=64 and 692 at D=256, 0.975, 1.05 and 1.02 times
+FlashAttention-3; causal 575 at D=128, 1.02 times. fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16 was before m
+lagged.
 scripts/results/KERNELS.md has more, and what spills.
 """
 
