@@ -3,6 +3,8 @@
 A workgroup adds up dS of the scores that share a tile of elements of the bias, (block_m, block_n), in registers; see
 `uopattn.dsl.gpu.bias_mainloop`. S and dP are computed as in `backward_q` of `cuda_backward`: each warp keeps queries,
 and all warps stream keys through shared memory. That is two of the five products of a backward pass.
+
+Spills of nvcc 13, in bytes: 8 in float32 at D=128 with a causal mask, where an item has all keys of its queries.
 """
 
 from tinygrad import UOp

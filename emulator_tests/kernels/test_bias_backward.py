@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance_backward import BFLOAT, FLOAT, HALF, stored
-from helpers import on, on_device
+from gradients import check_gradients
+from helpers import inputs, on, on_device
 from test_dropout import P, kept_by_seed
 from tinygrad import Device, Tensor
 from tinygrad.dtype import DType
@@ -17,6 +18,7 @@ from uopattn.dsl.gpu import bias_mainloop
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
 from uopattn.dsl.target import GENERIC
 from uopattn.kernels import amd_backward, apple_backward, cuda_backward, generic_backward
+from uopattn.plan import gradient
 from uopattn.plan.dispatch import bias_launch
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -258,6 +260,16 @@ def test_matches_the_oracle(arch: str, dtype: DType, name: str) -> None:
 def test_matches_the_oracle_with_the_tiles_of_choice(arch: str, dtype: DType, name: str) -> None:
   with on(arch):
     Case.of(KINDS[name], dtype).check()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in EACH[1:])])
+def test_gradient_of_a_mask_through_attention(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  def plain_ops(*_: Any) -> Tensor:
+    raise AssertionError("plain ops")
+
+  monkeypatch.setattr(gradient, "of_scores", plain_ops)
+  with on(arch):
+    check_gradients(*inputs(1, 2, 1, 20, 33, 16, 16), {"attn_mask": normal(1, 2, 20, 33)})
 
 
 @pytest.mark.parametrize("arch", EACH)

@@ -13,11 +13,12 @@ from tinygrad import UOp
 
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instructions import Cuda
+from uopattn.dsl.rules.bias import Bias, Places
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_float32_forward, hopper_forward
-from uopattn.plan.dispatch import dispatch_backward
+from uopattn.plan.dispatch import bias_launch, dispatch_backward
 from uopattn.plan.launch import Launch
 from uopattn.plan.tiles import cuda, hopper
 from uopattn.spec.spec import AttentionSpec
@@ -201,6 +202,25 @@ def test_separate_backward_does_not_spill(arch: str, causal: bool) -> None:
   for launch in launches if causal else launches[1:2]:  # dK needs the most registers
     said = by_nvcc(rendered(launch.graph(), arch), arch)[1]
     assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
+
+
+@pytest.mark.parametrize(
+  ("arch", "places", "dtype", "D"),
+  [
+    pytest.param(arch, places, dtype, D, marks=() if (arch, D) == ("sm_80", 128) else pytest.mark.slow)
+    for arch, dtypes in (("sm_75", ("float16",)), ("sm_80", ("float16", "float32")), ("sm_90", ("float16", "float32")))
+    for places in (Places.PAIRS, Places.DISTANCES, Places.ALL)
+    for dtype in dtypes
+    for D in (64, 128)
+  ],
+)
+@pytest.mark.each("places", "dtype", evenly=True)
+def test_gradients_of_biases_do_not_spill(arch: str, places: Places, dtype: str, D: int) -> None:
+  masks = Window.of(None, 0 if places is Places.ALL else None)
+  of_bias = replace(spec(D), masks=masks, dtype=TYPES[dtype], bias=Bias(True, True, places))
+  said = by_nvcc(rendered(bias_launch(of_bias, Target("CUDA", arch)).graph(), arch), arch)[1]
+  once = 8 if (places, dtype, D) == (Places.ALL, "float32", 128) else 0
+  assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") <= once
 
 
 LARGE = (1, HEADS, HEADS, LENGTH, LENGTH, 512, 512)
