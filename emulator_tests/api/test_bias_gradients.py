@@ -1,6 +1,6 @@
 """Gradients of additive masks and of what score mods read, by kernels, against those of the reference in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,14 @@ MASKS = {
   "queries": (1, 4, 77, 1),
   "one": (1,),
 }
+QUICK = ("pairs", "heads and batches", "distances")
+
+
+def named(values: Iterable[str]) -> list[Any]:
+  """Values of a parameter, of which the quick suite has few."""
+  return [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in values]
+
+
 OPTIONS: dict[str, Options] = {
   "plain": {},
   "causal": {"is_causal": True, "q_start": 20},
@@ -113,24 +121,27 @@ def no_plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(options: Options, mod: Any, aux: tuple[Array, ...]) -> None:
-  """Fails unless the gradients of the kernel and the reference agree."""
+  """Fails unless the gradients of the kernel and the reference agree.
+
+  Up to 80,000 terms of both signs are added up, each right to some 1e-7 of itself; what cancels is not in the result.
+  """
   for a, b in zip(*(by(x, options, mod, aux) for x in ("kernel", "reference")), strict=True):
     got, want = a.numpy().astype(np.float64), b.numpy()
     assert got.shape == want.shape
-    atol = np.abs(want).max() * (1e-5 if a.dtype == dtypes.float32 else 1e-3)
+    atol = np.abs(want).max() * (1e-4 if a.dtype == dtypes.float32 else 1e-3)
     np.testing.assert_allclose(got, want, rtol=0, atol=atol + 1e-6)
 
 
 @pytest.mark.usefixtures("no_plain_ops")
 @pytest.mark.each("name", "options", evenly=True)
 @pytest.mark.parametrize("options", [x for x in OPTIONS if x not in ("dropout", "block mask")])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", named(MASKS))
 def test_of_masks(name: str, options: str) -> None:
   check_gradients(*qkv(*ODD), {**OPTIONS[options], "attn_mask": normal(*MASKS[name])})
 
 
 @pytest.mark.usefixtures("no_plain_ops")
-@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [dtypes.float16, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_in_16_bits(dtype: DType) -> None:
   check_gradients(*qkv(*ODD, dtype), {"is_causal": True, "attn_mask": normal(1, 4, 77, 131)})
 
@@ -138,7 +149,7 @@ def test_in_16_bits(dtype: DType) -> None:
 @pytest.mark.usefixtures("no_plain_ops")
 @pytest.mark.each("name", "options", evenly=True)
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("name", named(MODS))
 def test_of_mods(name: str, options: str) -> None:
   check(OPTIONS[options], *MODS[name])
 
@@ -181,7 +192,7 @@ def looked_up_by_distance(x: Any, b: Any, h: Any, i: Any, j: Any, t: Any, of: An
   return x + t[of[j - i + 4096], h]
 
 
-@pytest.mark.parametrize("mod", [looked_up_by_distance, looked_up_by_pairs])
+@pytest.mark.parametrize("mod", [looked_up_by_distance, pytest.param(looked_up_by_pairs, marks=pytest.mark.slow)])
 def test_at_most_a_few_blocks_of_scores_are_kept(mod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
   """Of 4096 queries and keys, whose scores take 64 MiB."""
   q, k, v = qkv(1, 1, 1, 4096, 4096, 16, 16)

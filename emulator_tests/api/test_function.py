@@ -141,6 +141,7 @@ WITH_GRADIENTS: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
+@pytest.mark.each("name", "precompile", evenly=True)
 @pytest.mark.parametrize("precompile", [False, True])
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_gradients(name: str, precompile: bool) -> None:

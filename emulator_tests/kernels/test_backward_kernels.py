@@ -208,6 +208,13 @@ def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) ->
     check_backward(machine, SHAPE, {"mask_mod": mod}, {"mask_mod": None, "block_mask": mask})
 
 
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1201",))
+def test_masks_that_end_within_a_tile(schedule: str, machine: Machine) -> None:
+  """Whether an element exists depends on the same numbers as the trips of the loop over queries."""
+  mask = np.random.default_rng(3).standard_normal((1, 2, 20, 33)).astype(np.float32)
+  check_backward(machine, (1, 2, 1, 20, 33, 16, 16), {"attn_mask": mask, "is_causal": True})
+
+
 @pytest.mark.kinds(name=("no keys", "window behind all keys", "added infinity", "two rules together"))
 @pytest.mark.each("schedule", "machine", "name", evenly=True)
 @pytest.mark.parametrize("name", BLIND)

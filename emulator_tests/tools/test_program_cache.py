@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import on
 from tinygrad import Context, Device, UOp, dtypes, helpers
 from tinygrad.codegen import to_program
+from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
@@ -126,3 +128,13 @@ def test_other_tiles_and_a_changed_kernel_are_other_entries(
     assert program_cache.program(kernel(cpu_forward.Tiles(16, 19, 3)), renderer)[1] != source
     monkeypatch.setattr(cpu_forward, "LOWEST", -0.5)
     assert program_cache.program(kernel(cpu_forward.Tiles(16, 18, 3)), renderer)[1] != source
+
+
+def test_two_loops_of_one_axis_are_an_error() -> None:
+  """As tinygrad makes them where it simplifies the trips in one place by a condition on what they depend on."""
+  group, n = UOp.range(3, 0, AxisType.GLOBAL), UOp.placeholder((64,), dtypes.float, 0)
+  trips = [UOp.range(bound, 1, AxisType.LOOP) for bound in (group + 1, group + 2)]
+  stores = [n[16 * group + trip].store(UOp.const(1.0, dtypes.float)).end(trip) for trip in trips]
+  kernel = UOp.group(*stores).end(group).sink(arg=KernelInfo(name="twice", opts_to_apply=()), tag=1)
+  with on("cl"), pytest.raises(RuntimeError, match="twice: tinygrad lowers axis 1 to two loops"):
+    program_cache.program(kernel, Device["EMU"].renderer)

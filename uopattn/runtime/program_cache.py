@@ -15,6 +15,7 @@ import json
 import logging
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
@@ -145,7 +146,19 @@ def _releases() -> tuple[str | None, str | None]:
 
 
 def _parts(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:
-  return lowered.arg, lowered.src[2].arg, lowered.src[3].arg
+  """Return what `program` does.
+
+  Raises:
+    RuntimeError: tinygrad made two loops of one, of which it ends only one: it simplified the number of trips in some
+      places by a condition that holds there.
+  """
+  _, linear, source, binary = lowered.src
+  axes = Counter(u.arg for u in linear.src if u.op is Ops.RANGE)
+  if twice := [axis for axis, count in axes.items() if count > 1]:
+    raise RuntimeError(
+      f"{lowered.arg.name}: tinygrad lowers axis {twice[0][0]} to two loops; please report this kernel"
+    )
+  return lowered.arg, source.arg, binary.arg
 
 
 def _sum(text: str) -> str:

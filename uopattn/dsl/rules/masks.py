@@ -10,7 +10,7 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.rules.ranges import Bounds, Lengths, Range
 from uopattn.dsl.rules.tile_range import TileRange, full_first
-from uopattn.dsl.scope import clamp, gated, least, sizes
+from uopattn.dsl.scope import clamp, least, sizes
 
 FAR = 1 << 30  # beyond any key, and within int32 even after a side of a window and a number of queries are added
 
@@ -47,8 +47,12 @@ class Table:
     doubts += [x >= 0 for x in found if x.vmin < 0]
     if not doubts:
       return self.buffer[tuple(found)].load()
-    inside = reduce(UOp.__and__, doubts)
-    return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
+    # By conditions on an index tinygrad simplifies what else depends on the same numbers, and so may make two loops of
+    # one whose trips do. It does not look into a product, and so there is no gate on the load either.
+    inside = reduce(UOp.__mul__, [x.cast(dtypes.int) for x in doubts]).ne(0)
+    pairs = zip(found, self.shape, strict=True)
+    clamped = [x if x.vmin >= 0 and x.vmax < size else clamp(x, 0, size - 1) for x, size in pairs]
+    return inside.where(self.buffer[tuple(clamped)].load(), UOp.const(0, self.dtype))
 
 
 @dataclass(frozen=True, eq=False)
