@@ -5,6 +5,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.kernels import cpu_forward
+from uopattn.plan.dispatch import dispatch
+from uopattn.plan.target import target_of
 from uopattn.runtime import program_cache
+from uopattn.spec.spec import AttentionSpec
 
 CALL = """
 import logging, sys
@@ -138,3 +142,14 @@ def test_two_loops_of_one_axis_are_an_error() -> None:
   kernel = UOp.group(*stores).end(group).sink(arg=KernelInfo(name="twice", opts_to_apply=()), tag=1)
   with on("cl"), pytest.raises(RuntimeError, match="twice: tinygrad lowers axis 1 to two loops"):
     program_cache.program(kernel, Device["EMU"].renderer)
+
+
+@pytest.mark.parametrize("start", [0, None], ids=["no Variable", "a Variable"])
+def test_runtimes_find_variables_behind_the_buffers(start: int | None) -> None:
+  """As CUDA's, HIP's and Metal's do in the signature of a program."""
+  variable = UOp.variable("start", 0, 9, param=True)
+  spec = AttentionSpec(1, 2, 2, 8, 8, 16, 16, dtypes.float, 0.25, q_start=variable if start is None else start)
+  launch = dispatch(replace(spec, masks=Window.of(None, 0)), target_of("CPU"))
+  made = program_cache.finished(launch.graph(), Device["CPU"].renderer, launch.estimates())
+  behind = made.to_elf().signature[len(launch.buffers()) :]
+  assert [name for name, *_ in behind if name != "core_id"] == (["start"] if start is None else [])

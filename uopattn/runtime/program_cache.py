@@ -75,10 +75,11 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
     info, source, binary = program(_numbered(kernel.replace(src=(*kernel.src, *rest)), buffers), renderer)
   globals_, outs, ins = (tuple(buffers[i].arg.slot for i in x) for x in (info.globals, info.outs, info.ins))
   info = replace(info, globals=globals_, outs=tuple(sorted({*outs, *_written(kernel)})), ins=ins)
-  # A new SINK, because tinygrad would inspect the kernel's own graph and reject its open axes. It has Variables, which
-  # tinygrad looks for, and no buffers, which it would renumber in the gradient of a `tinygrad.function`.
-  variables = (u for u in params if u.arg.slot < 0)
-  sink = UOp.sink(*variables, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
+  # A new SINK, because tinygrad would inspect the kernel's own graph and reject its open axes. It is without buffers,
+  # which tinygrad would renumber in the gradient of a `tinygrad.function`; but with them where there are Variables, as
+  # runtimes look for these behind the buffers.
+  seen = params if len(params) > len(buffers) else []
+  sink = UOp.sink(*seen, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
   code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
   return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
 
