@@ -162,6 +162,10 @@ def test_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(x.numpy(), y.numpy(), atol=1e-5 * np.abs(y.numpy()).max())
 
 
+def test_an_index_that_depends_on_the_score_is_left_to_plain_ops() -> None:
+  check({}, lambda x, b, h, i, j, t: x + t[x.maximum(-3).minimum(3).cast(dtypes.int) + 3], (normal(7),))
+
+
 def test_every_run_gives_the_same_bits() -> None:
   first = by("kernel", {}, *MODS["distances"])
   for threads in (1, NUM_CPU_THREADS.value):

@@ -16,7 +16,7 @@ from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
-from uopattn.plan.dispatch import bias_launch, check_guards
+from uopattn.plan.dispatch import NoKernel, bias_launch, check_guards
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
@@ -52,7 +52,9 @@ def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]
   """
   spec = residuals.spec
   assert spec.score_mod is not None
-  numbers, reads = spec.score_mod.reads((spec.B, spec.Hq, spec.M, spec.N), arguments.aux)
+  numbers, score, reads = spec.score_mod.reads((spec.B, spec.Hq, spec.M, spec.N), arguments.aux)
+  if any(score in _symbols(index) for i in aux for index in reads[i]):
+    raise NoKernel("score_mod reads aux at an index that depends on the score")
   found: list[Tensor | None] = []
   for i, x in aux.items():
     parts = [Read.of((i, n), index, numbers, spec.N) for n, index in enumerate(reads[i])]

@@ -62,8 +62,8 @@ class Mod:
 
   def reads(
     self, lengths: tuple[int, int, int, int], aux: tuple[Tensor, ...]
-  ) -> tuple[list[UOp], list[list[tuple[UOp, ...]]]]:
-    """Return b, h, q_idx and kv_idx as symbols, and for each aux Tensor the indices by which it is read.
+  ) -> tuple[list[UOp], UOp, list[list[tuple[UOp, ...]]]]:
+    """Return b, h, q_idx and kv_idx as symbols, that of the score, and for each aux Tensor the indices of its reads.
 
     Args:
       lengths: B, Hq, M and N.
@@ -71,7 +71,7 @@ class Mod:
     indices, score = _symbols(lengths)
     tables = tuple(Reads(x) for x in _placeholders(aux))
     self(tables)(score, *indices)
-    return indices, [x.indices for x in tables]
+    return indices, score, [x.indices for x in tables]
 
 
 class Reads(Table):
