@@ -162,6 +162,26 @@ def test_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(x.numpy(), y.numpy(), atol=1e-5 * np.abs(y.numpy()).max())
 
 
+@pytest.mark.parametrize("wanted", ["q", "attn_mask", "aux"])
+def test_only_kernels_of_wanted_gradients_are_made(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  """A mask or a table that is not trained costs nothing."""
+  made: list[str] = []
+  launch = bias.bias_launch
+
+  def launched(spec: Any, target: Any) -> Any:
+    made.append(spec.bias.places.name)
+    return launch(spec, target)
+
+  monkeypatch.setattr(bias, "bias_launch", launched)
+  q, k, v = qkv(1, 2, 2, 20, 30, 16, 16)
+  given = {"attn_mask": Tensor(normal(1, 2, 20, 30)), "aux": Tensor(normal(2, 50))}
+  mod = lambda x, b, h, i, j, t: x + t[h, j - i + 19]  # noqa: E731
+  out = attention(q, k, v, given["attn_mask"], score_mod=mod, aux=(given["aux"],), backend="kernel")
+  (grad,) = out.sum().gradient(q if wanted == "q" else given[wanted])
+  assert np.isfinite(grad.numpy()).all()
+  assert made == {"q": [], "attn_mask": ["PAIRS"], "aux": ["DISTANCES"]}[wanted]
+
+
 def test_an_index_that_depends_on_the_score_is_left_to_plain_ops() -> None:
   check({}, lambda x, b, h, i, j, t: x + t[x.maximum(-3).minimum(3).cast(dtypes.int) + 3], (normal(7),))
 

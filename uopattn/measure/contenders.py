@@ -81,7 +81,8 @@ def _of_several_devices(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Cal
   do = do.shard(p.devices, p.q.uop.axis).realize()
 
   def compute() -> list[Tensor]:
-    grads = division.gradients([out, lse], {"q": p.q, "k": p.k, "v": p.v}, [do, None], given, "kernel")
+    operands = {"q": p.q, "k": p.k, "v": p.v}
+    grads = division.gradients([out, lse], operands, [do, None], given, "kernel", operands)
     return [x for x in grads if x is not None]
 
   return compute

@@ -12,7 +12,7 @@ computes chunks i and 2n - 1 - i, which makes the same number of pairs for all (
 If only keys are sharded, every device attends all queries to its own keys, and the results are joined on all devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, cast
@@ -155,11 +155,13 @@ class ContextParallel:
     grads: Sequence[Tensor | None],
     arguments: Arguments,
     backend: str,
+    wanted: Collection[str],
   ) -> list[Tensor | None]:
     q, k, v, *others = operands.values()
     inputs = [[None] * len(self.chunks) if x is None else self._chunks_of(x) for x in (q, *results, *grads)]
     found = [
-      self._gradients_of(chunk, k, v, arguments, backend, *x) for chunk, *x in zip(self.chunks, *inputs, strict=True)
+      self._gradients_of(chunk, k, v, arguments, backend, wanted, *x)
+      for chunk, *x in zip(self.chunks, *inputs, strict=True)
     ]
     of_q, of_keys, of_others = zip(*found, strict=True)
     dq = self._whole(of_q) if self.rows_divided else gradient_of(q, of_q[0], None, summed=True)
@@ -175,6 +177,7 @@ class ContextParallel:
     v: Tensor,
     arguments: Arguments,
     backend: str,
+    wanted: Collection[str],
     q: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -198,7 +201,7 @@ class ContextParallel:
       dq, dk, dv = by_kernels(of_step, part, self._arguments(chunk, step, arguments))
       of_q.append(dq)
       of_keys.append((dk, dv))
-    return _sum(of_q), of_keys, of_inputs(residuals, own)
+    return _sum(of_q), of_keys, of_inputs(residuals, own, wanted)
 
   def _of_keys(self, x: Tensor, parts: list[list[Tensor]]) -> Tensor:
     """Return the gradient of k or v from those of each step, a list of those of each chunk."""

@@ -1,7 +1,7 @@
 """How an attention is divided over devices, if there are several; its results, with their gradients."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -12,7 +12,7 @@ from uopattn.plan.context_parallel import ROWS, ContextParallel
 from uopattn.plan.forward import has_gradients
 from uopattn.plan.gradient import differentiable, with_differentiable
 from uopattn.plan.sharded import Sharded, axes_of
-from uopattn.runtime.function import in_function
+from uopattn.runtime.function import in_function, needed_arguments
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import Devices, devices_of, gradient_of, joined, part_of, written_by_kernel
 from uopattn.spec.spec import AttentionSpec
@@ -39,6 +39,7 @@ class Division(Protocol):
     grads: Sequence[Tensor | None],
     arguments: Arguments,
     backend: str,
+    wanted: Collection[str],
   ) -> list[Tensor | None]:
     """Return the gradients of the operands.
 
@@ -47,6 +48,7 @@ class Division(Protocol):
       operands: q, k, v and what `differentiable` returns.
       grads: the gradients of the results; None for 0.
       backend: "kernel" raises an error if no kernels compute the gradient.
+      wanted: the names of operands whose gradients are needed; those of others may be None.
     """
 
 
@@ -89,6 +91,7 @@ class Empty:
     grads: Sequence[Tensor | None],
     arguments: Arguments,
     backend: str,
+    wanted: Collection[str],
   ) -> list[Tensor | None]:
     """Return zeros, but for the sinks: each is the LSE of all rows of its head."""
     found: dict[str, Tensor | None] = {name: x.zeros_like() for name, x in operands.items()}
@@ -148,11 +151,11 @@ def _with_gradients_in_function(
   others = {f"argument {i}": x for i, (_, x) in enumerate(arguments.tensors())}
 
   def of_call(
-    results: Sequence[Tensor], given: dict[str, Tensor], grads: Sequence[Tensor | None]
+    results: Sequence[Tensor], given: dict[str, Tensor], grads: Sequence[Tensor | None], wanted: Collection[str]
   ) -> list[Tensor | None]:
     own = arguments.with_tensors(given[name] for name in others)
     own = with_differentiable(own, {name: given[name] for name in operands})
-    found = gradients(results, {name: given[name] for name in operands}, grads, arguments=own)
+    found = gradients(results, {name: given[name] for name in operands}, grads, arguments=own, wanted=wanted)
     return [*found, *[None] * len(others)]
 
   return with_gradients(results, {**operands, **others}, of_call)
@@ -169,8 +172,8 @@ def with_gradients(
   schedule; but an eager call with it takes half as long again.
 
   Args:
-    gradients: called with the results, the operands by name, and of each result the gradient, or None if it has none;
-      returns the gradient of each operand.
+    gradients: called with the results, the operands by name, of each result the gradient, or None if it has none, and
+      as `wanted` the names of the operands whose gradients are needed; returns the gradient of each operand.
   """
   count, given = len(results), [x.uop for x in (*results, *operands.values())]
   # A result that is a view of what a kernel has written is made again from that: tinygrad would copy the view.
@@ -189,7 +192,9 @@ def with_gradients(
     written = [x.after(call) for x in values[:count]] if own else values[:count]
     by_axes = {g.ndim: g for g in grads}  # results are told apart by their number of axes
     named = dict(zip(operands, map(Tensor, values[count:]), strict=True))
-    found = gradients(viewed(written), named, viewed([by_axes.get(x.ndim) for x in written]))
+    needed = needed_arguments()
+    wanted = [x for x, i in zip(operands, places[count:], strict=True) if needed is None or i - 1 in needed]
+    found = gradients(viewed(written), named, viewed([by_axes.get(x.ndim) for x in written]), wanted=wanted)
     of_arguments = dict(zip(places[count:], found, strict=True))
     return tuple(None if (x := of_arguments.get(i)) is None else x.uop for i in range(1, len(call.src)))
 

@@ -11,7 +11,7 @@ weights P, dropout factors Z (0, or 1 / (1 - p)), output O, LSE L, and dX the gr
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
@@ -40,23 +40,24 @@ def gradients_of(
   results: Sequence[Tensor],
   grads: Sequence[Tensor | None],
   backend: str,
+  wanted: Collection[str],
 ) -> list[Tensor | None]:
   """Return the gradients of q, k, v and of what `differentiable` lists.
 
   Those of sinks are tinygrad's own ops. So are those of an additive mask and of the aux that score_mod reads where no
-  kernel serves them (`uopattn.plan.bias`), and then store (B, Hq, M, N) scores. All run only if they are asked for.
-  tinygrad does not tell which gradients it needs, so their graphs are always built, and their kernels lowered.
+  kernel serves them (`uopattn.plan.bias`), and then store (B, Hq, M, N) scores.
 
   Args:
     results: the output and the LSE.
     grads: their gradients; None for 0.
     backend: if there are no kernels, "kernel" raises an error and "auto" uses the reference.
+    wanted: the names of the gradients that are needed. Of those that `differentiable` lists, others are None.
   """
   launches = backward_launches(spec, cast(Devices, q.device), backend)
   if launches is None:
     return by_reference(spec, q, k, v, arguments, grads)
   residuals = Residuals.of(spec, q, k, v, *results, *grads)
-  return [*by_kernels(launches, residuals, arguments), *of_inputs(residuals, arguments)]
+  return [*by_kernels(launches, residuals, arguments), *of_inputs(residuals, arguments, wanted)]
 
 
 def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tuple[Launch, ...] | None:
@@ -146,13 +147,18 @@ def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
   return sums_launch(spec, parts, D).run(cast(Devices, x.device), {"sums": [x]}, gradient=no_further)["o"]
 
 
-def of_inputs(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
-  """Return the gradients of what `differentiable` lists, in its order."""
+def of_inputs(residuals: Residuals, arguments: Arguments, wanted: Collection[str]) -> list[Tensor | None]:
+  """Return the gradients of what `differentiable` lists, in its order; None for those that are not wanted."""
   inputs = differentiable(arguments)
-  found: list[Tensor | None] = [of_mask(residuals, arguments, inputs["attn_mask"])] if "attn_mask" in inputs else []
-  found += [of_sinks(residuals, inputs["sinks"])] if "sinks" in inputs else []
-  of_aux = {name: x for name, x in inputs.items() if name.startswith("aux")}
-  return found + (_of_aux(residuals, arguments, of_aux) if of_aux else [])
+  needed = {name: x for name, x in inputs.items() if name in wanted}
+  found: dict[str, Tensor | None] = {}
+  if "attn_mask" in needed:
+    found["attn_mask"] = of_mask(residuals, arguments, needed["attn_mask"])
+  if "sinks" in needed:
+    found["sinks"] = of_sinks(residuals, needed["sinks"])
+  if of_aux := {name: x for name, x in needed.items() if name.startswith("aux")}:
+    found |= zip(of_aux, _of_aux(residuals, arguments, of_aux), strict=True)
+  return [found.get(name) for name in inputs]
 
 
 def _with_bias_kernels(residuals: Residuals) -> bool:

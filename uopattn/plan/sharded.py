@@ -3,7 +3,7 @@
 Everything runs on parts, see `uopattn.spec.shards`: the kernels, chosen for the shapes of a part, and the plain ops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,12 +118,13 @@ class Sharded:
     grads: Sequence[Tensor | None],
     arguments: Arguments,
     backend: str,
+    wanted: Collection[str],
   ) -> list[Tensor | None]:
     axes = [self.axis_of(name, x) for name, x in operands.items()]
     q, k, v = (part_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
     own = [part_of(x, self.axis) for x in results]
     of_own = [None if x is None else part_of(x, self.axis) for x in grads]
-    found = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend)
+    found = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend, wanted)
     named = zip(operands.values(), found, axes, strict=True)
     return [x if x is None else gradient_of(whole, x, axis, self.axis is not None) for whole, x, axis in named]
 
