@@ -18,7 +18,7 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from uopattn.kernels import amx_backward, amx_forward
-from uopattn.plan import dispatch, gradient
+from uopattn.plan import dispatch, residuals
 from uopattn.runtime import threads
 from uopattn.runtime.cpu import AlignedRenderer
 from uopattn.runtime.prepare import compiled
@@ -58,7 +58,7 @@ def tiles_in_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.skip("this machine has no AVX-512")
   target = replace(Device["CPU"].renderer.target, arch="x86_64,native,prefer-vector-width=512")
   monkeypatch.setattr(threads, "kernel_renderer", lambda device: InC(target))
-  for module in dispatch, gradient:
+  for module in dispatch, residuals:
     monkeypatch.setattr(module, "target_of", lambda device: with_tiles())
   for tiles in amx_forward.Tiles(64, 32, 2), amx_backward.Tiles(64, 32, 3):
     take_tiles(monkeypatch, tiles)

@@ -211,6 +211,20 @@ def test_chosen_tiles(subject: Subject, arch: str, dtype: DType) -> None:
     assert full == subject.products(arch) * 2 * M * N * D / subject.flops
 
 
+# The tiles of choice of apple9 that have bank conflicts; those of other targets have none.
+CONFLICTING = {(dtypes.float16, (128, 128)), (dtypes.bfloat16, (64, 64)), (dtypes.bfloat16, (128, 128))}
+
+
+def marks_of(arch: str, dtype: DType, size: tuple[int, int], chosen: bool) -> list[pytest.MarkDecorator]:
+  if not chosen:
+    return []
+  # `test_chosen_tiles` has heads of 64 with the tiles of choice
+  marks = [pytest.mark.slowest if size == (64, 64) else pytest.mark.slow]
+  if arch == "apple9" and (dtype, size) in CONFLICTING:
+    marks.append(pytest.mark.xfail(strict=True, raises=AssertionError, reason="its tiles of choice have conflicts"))
+  return marks
+
+
 CONFLICTS = [
   pytest.param(
     name,
@@ -219,8 +233,7 @@ CONFLICTS = [
     size,
     chosen,
     id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{size}-{'chosen' if chosen else 'small'}",
-    # `test_chosen_tiles` has heads of 64 with the tiles of choice
-    marks=() if not chosen else pytest.mark.slowest if size == (64, 64) else pytest.mark.slow,
+    marks=marks_of(arch, dtype, size, chosen),
   )
   for name, arch, dtype in ON_GPUS
   for size in SUBJECTS[name].conflict_free
