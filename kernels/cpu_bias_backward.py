@@ -11,7 +11,7 @@ within a tile, such as the keys of a slope, and the sums of `parts` items, the c
 Storage: Q and dO, both ways, and acc are on the stack (see `Tiles.stack_bytes`), sized for the second-level cache.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import round_up
@@ -25,35 +25,16 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
 from uopattn.dsl.scope import clamp, least
+from uopattn.kernels import cpu_backward
 
 
 @dataclass(frozen=True)
-class Tiles:
-  """The block sizes of one kernel.
+class Tiles(cpu_backward.Tiles):
+  """The block sizes of one kernel: those of `cpu_backward`.
 
-  Attributes:
-    block_m: query rows per block, one per lane; a multiple of `lanes`.
-    block_n: keys per tile; `block_m` for a bias by distance.
-    unroll: rows whose accumulators are in registers at once.
-    vectors: vectors per row of accumulators.
-    lanes: float32 elements per vector.
-    parts: work items that share the scores of a tile of elements.
+  For a bias by distance `block_n` is `block_m`. `parts` is the number of work items that share the scores of a tile of
+  elements.
   """
-
-  block_m: int
-  block_n: int
-  unroll: int
-  vectors: int
-  lanes: int
-  parts: int = 1
-
-  def __post_init__(self) -> None:
-    for name, value in asdict(self).items():
-      least_value = 2 if name == "lanes" else 1  # tinygrad drops an axis of size 1
-      if value < least_value:
-        raise ValueError(f"Tiles.{name}={value}: must be at least {least_value}")
-    if self.block_m % self.lanes:
-      raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of lanes={self.lanes}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
     """Bytes of Q, dO, Q^T, dO^T, acc and a mask, and of the float32 tiles of K and V if these are widened."""

@@ -8,11 +8,13 @@ the look-up of as many elements. If an element depends on the query and on the k
 goes by blocks of queries, with at most `BLOCK_BYTES` of sums at a time.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
@@ -93,31 +95,21 @@ class Read:
 
   def gradients(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> list[Tensor]:
     """Return parts of the gradient of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
-    spec, first = residuals.spec, -residuals.spec.M + 1
-    if self.bias.places is not Places.PAIRS:
-      sums = _sums(residuals, arguments, self.bias)
-      firsts = (0, 0, 0, first if self.bias.places is Places.DISTANCES else 0)
-      moved = self._moved(sums, sizes(x), firsts)
-      return [self._looked_up(sums, x, arguments, firsts) if moved is None else moved]
-    whole = self._moved_pairs(residuals, arguments, x)
-    if whole is not None:
-      return [whole]
+    spec, places = residuals.spec, self.bias.places
     heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
     count = max(1, BLOCK_BYTES // (4 * heads * spec.N * ROWS)) * ROWS
-    if count >= spec.M:
-      return [self._looked_up(_sums(residuals, arguments, self.bias), x, arguments, (0, 0, 0, 0))]
+    if places is not Places.PAIRS or self._axes is not None or count >= spec.M:
+      sums = _sums(residuals, arguments, self.bias)
+      firsts = (0, 0, 0, 1 - spec.M if places is Places.DISTANCES else 0)
+      moved = self._moved(sums, sizes(x), firsts)
+      return [self._looked_up(sums, x, arguments, firsts) if moved is None else moved]
 
     def look_up(sums: Tensor, first: Tensor) -> Tensor:
       return self._looked_up(sums, x, arguments, (0, 0, first, 0))
 
     return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
 
-  def _moved_pairs(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> Tensor | None:
-    """`_moved` of all pairs, whose sums are about as large as x; None if they are not simply moved."""
-    if self._axes() is None:
-      return None
-    return self._moved(_sums(residuals, arguments, self.bias), sizes(x), (0, 0, 0, 0))
-
+  @functools.cached_property
   def _axes(self) -> list[tuple[int | None, int]] | None:
     """For each index the number that it is, and the constant added to it; None if an index is anything else.
 
@@ -127,8 +119,8 @@ class Read:
     for x in self.index:
       used = [n for n, symbol in enumerate(self.numbers) if symbol in x.toposort()]
       rest = (x - self.numbers[used[0]] if used else x).simplify()
-      rest = rest.src[0] if rest.op.name == "CAST" and rest.src[0].op.name == "CONST" else rest
-      if len(used) > 1 or rest.op.name != "CONST":
+      rest = rest.src[0] if rest.op is Ops.CAST else rest
+      if len(used) > 1 or rest.op is not Ops.CONST:
         return None
       found.append((used[0] if used else None, int(rest.arg)))
     places = [n for n, _ in found if n is not None]
@@ -141,7 +133,7 @@ class Read:
       sums: (batches, heads, queries, keys or distances), an axis on which nothing depends having a size of 1.
       firsts: the numbers that the first elements along the axes have.
     """
-    if (axes := self._axes()) is None:
+    if (axes := self._axes) is None:
       return None
     order = [n for n, _ in axes if n is not None]
     if any(size > 1 for n, size in enumerate(sizes(sums)) if n not in order):
@@ -152,11 +144,8 @@ class Read:
     # What lies outside of x is not read, and has no gradient.
     inside = [(max(0, -a), max(0, -a, min(n, size - a))) for a, n, size in zip(starts, sizes(x), shape, strict=True)]
     x = x.shrink(tuple(inside))
-    margins = [
-      (min(max(0, a), size), size - min(max(0, a), size) - n)
-      for a, n, size in zip(starts, sizes(x), shape, strict=True)
-    ]
-    return x.pad(tuple(margins))
+    before = [min(max(0, a), size) for a, size in zip(starts, shape, strict=True)]
+    return x.pad(tuple((m, size - m - n) for m, n, size in zip(before, sizes(x), shape, strict=True)))
 
   def _looked_up(self, sums: Tensor, x: Tensor, arguments: Arguments, firsts: Sequence[int | Tensor]) -> Tensor:
     """Let tinygrad differentiate the look-up of as many elements as there are sums."""

@@ -247,14 +247,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   assert p.bias is not None
   step, square = STEP_BYTES // p.dtype.itemsize, p.bias.places is Places.DISTANCES
   exact = step == 8 and not p.tf32
-  for keys, kept, warps in (
-    (64, True, 4),
-    (32, True, 4),
-    (64, False, 4),
-    (32, False, 4),
-    (16, False, 4),
-    (16, False, 1),
-  ):
+  for keys, kept, warps in BIAS:
     if exact and (kept or keys > 32):  # ptxas spills
       continue
     block = min(keys, round_up(p.N, PAIR))
