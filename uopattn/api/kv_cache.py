@@ -1,29 +1,29 @@
 """`KVCache`: a decoder's keys and values, written in place step by step."""
 
-from math import inf, nan
 from typing import Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.engine.realize import capturing
 
 from uopattn.api.attention import attend
+from uopattn.api.paged import _at_hand
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.quantized import FRACTION, LARGEST, QUANTIZED_DTYPES
+from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
+from uopattn.kernels.append import Place, Rows
+from uopattn.plan.append import written
 from uopattn.spec.arguments import Arguments, CacheOptions, check_place
 from uopattn.spec.shards import Devices, joined, part_of
-from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
-
-MAX_STORED = {dtypes.int8: 127.0, **LARGEST}
-LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
+from uopattn.spec.tensors import batched, check_device, check_tensor, dtype_name, near, placed
 
 
 class KVCache:
   """The keys and values of one layer, written in place step by step.
 
-  Memory for all N_max positions is allocated once, filled with 0, and never copied. With a bound Variable as `start`,
-  one compiled kernel serves all lengths, inside and outside `TinyJit`. An int is compiled for that position only, which
-  suits a prompt.
+  Memory for all N_max positions is allocated once, filled with 0, and never copied. One kernel writes keys, values and
+  scales. With a bound Variable as `start`, or a Tensor if sequences have different lengths, one compiled kernel serves
+  all lengths, inside and outside `TinyJit`. An int is compiled for that position only, which suits a prompt.
 
   `append` and `attend` are lazy. Realize each step before the next: a Variable has only one value in everything that is
   realized together, and an output realized late may see what was written since. Return something from a `TinyJit` that
@@ -114,18 +114,21 @@ class KVCache:
     if dtype in QUANTIZED_DTYPES:
       self.k_scale, self.v_scale = (zeros(B, Hkv, N_max, dtype=dtypes.float) for _ in range(2))
 
-  def append(self, k: Tensor, v: Tensor, start: int | UOp) -> None:
+  def append(self, k: Tensor, v: Tensor, start: int | UOp | Tensor) -> None:
     """Write the keys and values of M positions, from position `start` on.
 
     Args:
       k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16. M may be 0.
       v: (B, Hkv, M, Dv), as k.
-      start: int, bound Variable, or an expression of Variables. An int is compiled for that position only.
+      start: int, bound Variable, an expression of Variables, or (B,) Tensor of any integer dtype, with a position for
+        each sequence. An int is compiled for that position only.
 
     Raises:
       TypeError: a dtype, or the type of `start`, is not accepted.
       ValueError: a shape or device does not fit, or the last position could lie at or beyond N_max. For a Variable its
-        largest value counts, as a `TinyJit` checks no values when it replays.
+        largest value counts, as a `TinyJit` checks no values when it replays. A Tensor is checked if it is realized or
+        made of Python or numpy numbers, outside of a `TinyJit`; on a GPU this waits for pending work. Otherwise
+        positions outside of the cache are not written.
 
     Example:
       >>> from tinygrad import Tensor
@@ -134,6 +137,13 @@ class KVCache:
       >>> cache.append(Tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), Tensor.ones(1, 1, 2, 2), 1)  # positions 1 and 2
       >>> cache.k.tolist()
       [[[[0.0, 0.0], [1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]]]
+
+      Two sequences of different lengths:
+
+      >>> cache = KVCache(2, 1, 4, 1)
+      >>> cache.append(Tensor([[[[1.0]]], [[[2.0]]]]), Tensor.ones(2, 1, 1, 1), Tensor([0, 3]))
+      >>> cache.k.flatten(1).tolist()
+      [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]]
     """
     k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
     M = sizes(k)[2] if k.ndim == 4 else 0
@@ -146,19 +156,15 @@ class KVCache:
         raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
       if x.device != held.device:
         raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
-    self._check(start, M)
-    if 0 in k.shape:
-      return
-    if self.k_scale is not None and self.v_scale is not None:
-      (k, k_scale), (v, v_scale) = (quantized(x, self.k.dtype) for x in (k, v))
-      self.k_scale, self.v_scale = _written(self.k_scale, k_scale, start), _written(self.v_scale, v_scale, start)
-    self.k, self.v = _written(self.k, k, start), _written(self.v, v, start)
+    start = self._checked(start, M)
+    if 0 not in (*sizes(k), *sizes(self.k)):
+      self._write(k, v, start, Rows(sizes(self.k)[2]))
 
   @overload
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[CacheOptions],
@@ -168,7 +174,7 @@ class KVCache:
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: Literal[True],
     **options: Unpack[CacheOptions],
@@ -178,7 +184,7 @@ class KVCache:
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: bool,
     **options: Unpack[CacheOptions],
@@ -187,7 +193,7 @@ class KVCache:
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: bool = False,
     **options: Unpack[CacheOptions],
@@ -220,7 +226,7 @@ class KVCache:
     """
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
-    self._check(start, M)
+    start = self._checked(start, M)
     backend, kv_lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
     lengths = start + M if kv_lengths is None else kv_lengths
     scales = None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
@@ -238,45 +244,38 @@ class KVCache:
     """The dtype that Tensors of a weak dtype are cast to."""
     return dtypes.default_float if self.k.dtype in QUANTIZED_DTYPES else self.k.dtype
 
-  def _check(self, start: int | UOp, M: int) -> None:
-    """Raise an error unless the M positions from `start` on lie within the cache."""
-    check_place("start", start)
-    low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
-    N_max = sizes(self.k)[2]
-    if low < 0 or high + M > N_max:
-      given = f"start is {start}" if isinstance(start, int) else f"start is a Variable from {low} to {high}"
-      raise ValueError(f"{given}; for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}")
+  def _checked(self, start: int | UOp | Tensor, M: int) -> int | UOp | Tensor:
+    """Return `start`, a Tensor as int32 on the cache's device.
 
+    Raises:
+      TypeError: it is of a wrong type.
+      ValueError: the M positions from it on do not lie within the cache, as far as that is known without computing.
+    """
+    B, _, N_max, _ = sizes(self.k)
+    start = placed(start, self._device)
+    check_place("start", start, B)
+    accepted = f"for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}"
+    if not isinstance(start, Tensor):
+      low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
+      if low < 0 or high + M > N_max:
+        given = f"start is {start}" if isinstance(start, int) else f"start is a Variable from {low} to {high}"
+        raise ValueError(f"{given}; {accepted}")
+      return start
+    check_device("start", start, self._device, "the cache")
+    for b, first in enumerate([] if capturing or (values := _at_hand(start)) is None else values.tolist()):
+      if first < 0 or first + M > N_max:
+        raise ValueError(f"start is {first} for sequence {b}; {accepted}")
+    return cast(Tensor, near(start))
 
-def quantized(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-  """Quantize each row (last axis) of x to 8 bits with its own scale. Returns the rows and the float32 scales.
-
-  A row of zeros, or of numbers too small for a finite reciprocal of the scale, has the scale 0.
-  """
-  x = x.float()
-  largest = x.abs().bitcast(dtypes.int).max(-1).bitcast(dtypes.float)  # as ints, NaN > infinity > any number
-  scale = (largest < inf).where((largest < LEAST * MAX_STORED[dtype]).where(0, largest / MAX_STORED[dtype]), nan)
-  known = (scale > 0).unsqueeze(-1)
-  rows = known.where(x / known.where(scale.unsqueeze(-1), 1), 0)
-  rounded = rows.round() if dtype == dtypes.int8 else _rounded(rows, FRACTION[dtype])
-  return rounded.clip(-MAX_STORED[dtype], MAX_STORED[dtype]).cast(dtype), scale
-
-
-def _rounded(x: Tensor, bits: int) -> Tensor:
-  """Round float32 to `bits` bits of mantissa, ties to even. tinygrad's cast goes by way of float16: it rounds twice."""
-  whole, rest = x.bitcast(dtypes.uint), 23 - bits
-  return ((whole + ((1 << (rest - 1)) - 1) + ((whole >> rest) & 1)) >> rest << rest).bitcast(dtypes.float)
-
-
-def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
-  """Write x into `held` from `start` on, along the third axis; return that memory as a Tensor.
-
-  `Tensor.assign` would also show the new content to Tensors made before and not realized yet.
-  """
-  if isinstance(held.device, tuple):
-    axis = held.uop.axis
-    part, x = part_of(held, axis), part_of(x, axis)
-  else:
-    axis, part = None, held
-  place = part[:, :, start : start + sizes(x)[2]]
-  return joined(Tensor(part.uop.after(place.uop.store(x.uop))), axis)
+  def _write(self, k: Tensor, v: Tensor, start: int | UOp | Tensor, place: Place) -> None:
+    """Write new keys and values, and their scales if the cache has 8 bits."""
+    axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None
+    scales = [] if self.k_scale is None or self.v_scale is None else [self.k_scale, self.v_scale]
+    held, new, scales = ([part_of(x, axis) for x in xs] for xs in ([self.k, self.v], [k, v], scales))
+    if isinstance(start, Tensor):
+      start = part_of(start, 0 if axis == 0 else None)
+    parts = [x.uop for x in written(held, new, start, place, row_scales=scales)]
+    found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
+    self.k, self.v = found[:2]
+    if scales:
+      self.k_scale, self.v_scale = found[2:]
