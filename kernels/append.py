@@ -35,13 +35,17 @@ WORDS = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}
 class Place(Protocol):
   """Where a cache keeps a position of a sequence. Hashable."""
 
-  def find(self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...]) -> tuple[UOp, UOp, UOp]:
+  def find(
+    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
+  ) -> tuple[UOp, UOp, UOp]:
     """Return whether position is kept, its block (a sequence's rows, or a page) and its row in the block.
 
     Args:
       b: the sequence.
       end: the position after the last new one.
       tables: the buffers of the place.
+      keep: stores an int in a register. tinygrad simplifies the index of a store as if the store happened: what is
+        loaded to find the index would then be loaded from anywhere if it does not.
     """
 
 
@@ -51,7 +55,9 @@ class Rows:
 
   rows: int
 
-  def find(self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...]) -> tuple[UOp, UOp, UOp]:
+  def find(
+    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
+  ) -> tuple[UOp, UOp, UOp]:
     return (position >= 0) & (position < self.rows), b, clamp(position, 0, self.rows - 1)
 
 
@@ -62,7 +68,9 @@ class Ring:
   first: int
   rows: int
 
-  def find(self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...]) -> tuple[UOp, UOp, UOp]:
+  def find(
+    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
+  ) -> tuple[UOp, UOp, UOp]:
     turn = (position - self.first).maximum(0) % self.rows
     row = (position < self.first).where(clamp(position, 0, max(0, self.first - 1)), self.first + turn)
     return (position >= 0) & ((position < self.first) | (position >= end - self.rows)), b, row
@@ -82,12 +90,14 @@ class PagedRows:
   size: int
   entries: int
 
-  def find(self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...]) -> tuple[UOp, UOp, UOp]:
+  def find(
+    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
+  ) -> tuple[UOp, UOp, UOp]:
     (table,), known = tables, (position >= 0) & (position < self.entries * self.size)
     within = clamp(position, 0, self.entries * self.size - 1)
-    page = table.base[b * self.entries + within // self.size].load()
-    known &= (page >= 0) & (page < self.count)
-    return known, clamp(page.cast(dtypes.weakint), 0, self.count - 1), within % self.size
+    entry = table.base[(b * self.entries + within // self.size).valid(known)].load()
+    page = keep(known.where(entry, UOp.const(-1, dtypes.int)))
+    return (page >= 0) & (page < self.count), clamp(page.cast(dtypes.weakint), 0, self.count - 1), within % self.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +155,12 @@ def append(
     head, i, axes = item // M, item % M, (lane, item)
   b, h = head // heads, head % heads
   first, count = start(b), lengths(b)
-  kept, block, row = place.find(b, first + i, first + count, tables)
+
+  def keep(value: UOp) -> UOp:
+    register = s.buffer(1, dtype=dtypes.int)
+    return register.after(register.after(*axes)[0].store(value))[0].load()
+
+  kept, block, row = place.find(b, first + i, first + count, tables, keep)
   work = _Row(s, axes, lane, head, i, i < M, kept & (i < M) & (i < count), block * heads + h, row)
   stores = [store for x in (keys, values) for store in work.written(x, b, h)]
   return make_kernel(name, axes, *stores)

@@ -13,6 +13,7 @@ provide_clang()
 import uopattn.emulator  # noqa: E402  (registers the device EMU)
 import uopattn.onnx  # noqa: E402
 import uopattn.trust.guard  # noqa: E402, F401  (checks kernels at their first use)
+from uopattn.api.append_paged import append_paged  # noqa: E402
 from uopattn.api.attention import attention  # noqa: E402
 from uopattn.api.flash import flash  # noqa: E402
 from uopattn.api.kv_cache import KVCache  # noqa: E402
@@ -28,6 +29,7 @@ __all__ = [
   "BlockMask",
   "KVCache",
   "__version__",
+  "append_paged",
   "attention",
   "attention_paged",
   "attention_varlen",

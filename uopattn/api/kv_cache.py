@@ -12,7 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import Place, Rows
-from uopattn.plan.append import written
+from uopattn.plan.append import append_call
 from uopattn.spec.arguments import Arguments, CacheOptions, check_place
 from uopattn.spec.shards import Devices, joined, part_of
 from uopattn.spec.tensors import batched, check_device, check_tensor, dtype_name, near, placed
@@ -274,7 +274,8 @@ class KVCache:
     held, new, scales = ([part_of(x, axis) for x in xs] for xs in ([self.k, self.v], [k, v], scales))
     if isinstance(start, Tensor):
       start = part_of(start, 0 if axis == 0 else None)
-    parts = [x.uop for x in written(held, new, start, place, row_scales=scales)]
+    call = append_call(held, new, start, place, row_scales=scales)
+    parts = [x.uop.after(call) for x in (*held, *scales)]
     found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
     self.k, self.v = found[:2]
     if scales:

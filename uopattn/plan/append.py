@@ -16,7 +16,7 @@ from uopattn.kernels.append import Operand, Place, append
 from uopattn.plan.target import target_of
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import bound_variables, in_kernel
-from uopattn.spec.layout import Layout, flat_base, in_memory, strided
+from uopattn.spec.layout import Layout, base_of, flat_base, in_memory, strided
 from uopattn.spec.shards import Devices, devices_of
 
 
@@ -120,7 +120,7 @@ def _graph(call: Append, on_cpu: bool) -> tuple[UOp, Estimates]:
   return call.graph(on_cpu), call.estimates()
 
 
-def written(
+def append_call(
   targets: Sequence[Tensor],
   sources: Sequence[Tensor],
   start: int | UOp | Tensor,
@@ -130,11 +130,11 @@ def written(
   tables: Sequence[Tensor] = (),
   lengths: Tensor | None = None,
   head_scales: Sequence[Tensor] = (),
-) -> list[Tensor]:
-  """Return the flat memory of the targets, and the row_scales, after new keys and values are written to them.
+) -> UOp:
+  """Return the call of the kernel that writes new keys and values to their memory: what is `.after` it has them.
 
   Args:
-    targets: the memory of keys and of values, (blocks, heads, rows, D).
+    targets: the memory of keys and of values, (blocks, heads, rows, D); see `is_memory`.
     sources: new keys and values, (B, heads, M, D) with M > 0, in the targets' dtype; or if these have 8 bits float32,
       float16 or bfloat16. On several devices all Tensors are parts, see `uopattn.spec.shards`.
     start: the position of the first; a Tensor is (B,) int32.
@@ -176,5 +176,14 @@ def written(
     zeros = [x.uop.const_like(0) for x in inputs[:2]]
     return (*(None for _ in outputs), *zeros, *(None for _ in (*inputs[2:], *variables)))
 
-  called = kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
-  return [Tensor(x.uop.after(called)) for x in outputs]
+  return kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
+
+
+def is_memory(x: Tensor) -> bool:
+  """Return whether x is a buffer, or a view of one whose elements are all its own, so that kernels can write to it."""
+  if not base_of(x.uop).has_buffer_identity(after_ok=True):
+    return False
+  if base_of(x.uop) is x.uop:
+    return True
+  layout = strided(x)
+  return layout is not None and all(n == 1 or step for n, step in zip(sizes(x), layout.strides, strict=True))
