@@ -19,6 +19,7 @@ from uopattn.api.flash import flash  # noqa: E402
 from uopattn.api.kv_cache import KVCache  # noqa: E402
 from uopattn.api.merge import merge_states  # noqa: E402
 from uopattn.api.paged import attention_paged  # noqa: E402
+from uopattn.api.ring_cache import RingCache  # noqa: E402
 from uopattn.api.varlen import attention_varlen  # noqa: E402
 from uopattn.integrate.patch import patch  # noqa: E402
 from uopattn.spec.block_mask import BlockMask  # noqa: E402
@@ -28,6 +29,7 @@ from uopattn.version import __version__  # noqa: E402
 __all__ = [
   "BlockMask",
   "KVCache",
+  "RingCache",
   "__version__",
   "append_paged",
   "attention",

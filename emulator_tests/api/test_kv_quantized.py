@@ -12,7 +12,7 @@ from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 
-from uopattn import KVCache, attention
+from uopattn import KVCache, RingCache, attention
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES, unit, widened
 from uopattn.dsl.rules.rules import HeadRules
@@ -104,7 +104,7 @@ def quantized(rows: Array, dtype: DType) -> tuple[Array, Array]:
   return k[0, 0], k_scale[0, 0]
 
 
-def pairs(cache: KVCache) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def pairs(cache: KVCache | RingCache) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
   """Keys and values of 8 bits, each with the scales."""
   assert cache.k_scale is not None
   assert cache.v_scale is not None

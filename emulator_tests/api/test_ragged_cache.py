@@ -14,7 +14,7 @@ from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 
-from uopattn import KVCache
+from uopattn import KVCache, RingCache
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.proof.gate import numpy
@@ -44,7 +44,7 @@ def poisoned(dtype: DType, N: int = N, device: str = "CPU", **D: int) -> KVCache
   return cache
 
 
-def memory(cache: KVCache) -> list[Array]:
+def memory(cache: KVCache | RingCache) -> list[Array]:
   """All that it holds, as float32."""
   held = [cache.k, cache.v] if cache.k_scale is None else [x for pair in pairs(cache) for x in pair]
   return [numpy(x.realize()) for x in held]

@@ -1,24 +1,20 @@
 """`KVCache`: a decoder's keys and values, written in place step by step."""
 
-from typing import Literal, Unpack, cast, overload
+from typing import Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.engine.realize import capturing
 
 from uopattn.api.attention import attend
-from uopattn.api.paged import _at_hand
+from uopattn.api.cache_memory import CacheMemory
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
-from uopattn.dsl.schedule import DTYPES_16_32
-from uopattn.kernels.append import Place, Rows
-from uopattn.plan.append import append_call
-from uopattn.spec.arguments import Arguments, CacheOptions, check_place
-from uopattn.spec.shards import Devices, joined, part_of
-from uopattn.spec.tensors import batched, check_device, check_tensor, dtype_name, near, placed
+from uopattn.kernels.append import Rows
+from uopattn.spec.arguments import Arguments, CacheOptions
+from uopattn.spec.shards import Devices
+from uopattn.spec.tensors import batched, check_tensor, placed
 
 
-class KVCache:
+class KVCache(CacheMemory):
   """The keys and values of one layer, written in place step by step.
 
   Memory for all N_max positions is allocated once, filled with 0, and never copied. One kernel writes keys, values and
@@ -87,32 +83,9 @@ class KVCache:
       >>> cache.k.shape, cache.k_scale.shape
       ((1, 8, 1000, 64), (1, 8, 1000))
     """
-    Dv = Dk if Dv is None else Dv
-    for name, size in (("B", B), ("Hkv", Hkv), ("N_max", N_max), ("Dk", Dk), ("Dv", Dv)):
-      least = 0 if name in ("B", "N_max") else 1
-      if not isinstance(size, int) or size < least:
-        raise ValueError(f"{name} is {size!r}; it must be an int >= {least}")
-    accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
-    if dtype not in accepted:
-      raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
-
-    if isinstance(device, tuple) and axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % len(device)):
-      raise ValueError(
-        f"axis is {axis} for B={B} and Hkv={Hkv} on {len(device)} devices; it must be 0, 1 or None, and the devices "
-        "must divide that size"
-      )
-
-    def zeros(*shape: int, dtype: DType) -> Tensor:
-      if not isinstance(device, tuple):
-        return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
-      part = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
-      return joined(Tensor.zeros(*part, dtype=dtype, device=device).contiguous(), axis).realize()
-
-    self.k, self.v = (zeros(B, Hkv, N_max, D, dtype=dtype) for D in (Dk, Dv))
-    self.k_scale: Tensor | None = None
-    self.v_scale: Tensor | None = None
-    if dtype in QUANTIZED_DTYPES:
-      self.k_scale, self.v_scale = (zeros(B, Hkv, N_max, dtype=dtypes.float) for _ in range(2))
+    if not isinstance(N_max, int) or N_max < 0:
+      raise ValueError(f"N_max is {N_max!r}; it must be an int >= 0")
+    super().__init__(B, Hkv, N_max, Dk, Dv, dtype, device, axis)
 
   def append(self, k: Tensor, v: Tensor, start: int | UOp | Tensor) -> None:
     """Write the keys and values of M positions, from position `start` on.
@@ -145,20 +118,9 @@ class KVCache:
       >>> cache.k.flatten(1).tolist()
       [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]]
     """
-    k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
-    M = sizes(k)[2] if k.ndim == 4 else 0
-    for name, x, held in (("k", k, self.k), ("v", v, self.v)):
-      B, Hkv, _, D = sizes(held)
-      if x.shape != (B, Hkv, M, D):
-        raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M the same of k and v")
-      if x.dtype not in (accepted := DTYPES_16_32 if held.dtype in QUANTIZED_DTYPES else (held.dtype,)):
-        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
-        raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
-      if x.device != held.device:
-        raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
-    start = self._checked(start, M)
-    if 0 not in (*sizes(k), *sizes(self.k)):
-      self._write(k, v, start, Rows(sizes(self.k)[2]))
+    k, v = self._rows(k, v)
+    N_max = sizes(self.k)[2]
+    self._write(k, v, self._start(start, sizes(k)[2], N_max), Rows(N_max))
 
   @overload
   def attend(
@@ -226,57 +188,10 @@ class KVCache:
     """
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
-    start = self._checked(start, M)
+    start = self._start(start, M, sizes(self.k)[2])
     backend, kv_lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
     lengths = start + M if kv_lengths is None else kv_lengths
-    scales = None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
-    own = {"q_start": start, "kv_lengths": lengths, "scales": scales, "return_lse": return_lse}
+    own = {"q_start": start, "kv_lengths": lengths, "scales": self._scales, "return_lse": return_lse}
     given = {"is_causal": True, "enable_gqa": True, **options}
     arguments = Arguments.of("KVCache.attend", CacheOptions, given, **own)
     return attend(q, self.k, self.v, arguments, backend)
-
-  @property
-  def _device(self) -> Devices:
-    return cast(Devices, self.k.device)
-
-  @property
-  def _weak(self) -> DType:
-    """The dtype that Tensors of a weak dtype are cast to."""
-    return dtypes.default_float if self.k.dtype in QUANTIZED_DTYPES else self.k.dtype
-
-  def _checked(self, start: int | UOp | Tensor, M: int) -> int | UOp | Tensor:
-    """Return `start`, a Tensor as int32 on the cache's device.
-
-    Raises:
-      TypeError: it is of a wrong type.
-      ValueError: the M positions from it on do not lie within the cache, as far as that is known without computing.
-    """
-    B, _, N_max, _ = sizes(self.k)
-    start = placed(start, self._device)
-    check_place("start", start, B)
-    accepted = f"for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}"
-    if not isinstance(start, Tensor):
-      low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
-      if low < 0 or high + M > N_max:
-        given = f"start is {start}" if isinstance(start, int) else f"start is a Variable from {low} to {high}"
-        raise ValueError(f"{given}; {accepted}")
-      return start
-    check_device("start", start, self._device, "the cache")
-    for b, first in enumerate([] if capturing or (values := _at_hand(start)) is None else values.tolist()):
-      if first < 0 or first + M > N_max:
-        raise ValueError(f"start is {first} for sequence {b}; {accepted}")
-    return cast(Tensor, near(start))
-
-  def _write(self, k: Tensor, v: Tensor, start: int | UOp | Tensor, place: Place) -> None:
-    """Write new keys and values, and their scales if the cache has 8 bits."""
-    axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None
-    scales = [] if self.k_scale is None or self.v_scale is None else [self.k_scale, self.v_scale]
-    held, new, scales = ([part_of(x, axis) for x in xs] for xs in ([self.k, self.v], [k, v], scales))
-    if isinstance(start, Tensor):
-      start = part_of(start, 0 if axis == 0 else None)
-    call = append_call(held, new, start, place, row_scales=scales)
-    parts = [x.uop.after(call) for x in (*held, *scales)]
-    found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
-    self.k, self.v = found[:2]
-    if scales:
-      self.k_scale, self.v_scale = found[2:]

@@ -11,6 +11,7 @@ from tinygrad.renderer import Estimates
 
 from uopattn.dsl import clamp, sizes
 from uopattn.dsl.instruction import typed
+from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.scope import View
 from uopattn.kernels.append import Operand, Place, append
 from uopattn.plan.target import target_of
@@ -99,7 +100,9 @@ class Append:
       head_scales = [buffer(x, dtypes.float) for x in self.head_scales]
 
     def start(b: UOp) -> UOp:
-      return starts[b].load().cast(dtypes.weakint) if starts is not None else UOp.const(0) + cast(UOp, self.start)
+      if starts is None:
+        return UOp.const(0) + cast(UOp, self.start)
+      return clamp(starts[b].load().cast(dtypes.weakint), -FAR, FAR)  # so that nothing overflows
 
     def count(b: UOp) -> UOp:
       return UOp.const(M) if lengths is None else clamp(lengths[b].load().cast(dtypes.weakint), 0, M)
