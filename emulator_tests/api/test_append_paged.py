@@ -13,17 +13,13 @@ from test_ragged_cache import TARGETS, machine, normal
 from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
-from tinygrad.uop.ops import Ops
 
 from uopattn import append_paged, attention, attention_paged
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.schedule import DTYPES_8
-from uopattn.kernels.append import PagedRows
-from uopattn.plan.append import Append, Memory
 from uopattn.proof.gate import numpy, verify
 from uopattn.proof.oracle import Array
-from uopattn.runtime.prepare import prepared
 
 B, HQ, HKV, DK, DV = 3, 4, 2, 16, 19
 NO_PAGE = -77  # what tables hold where nobody may look
@@ -344,14 +340,17 @@ def test_nothing_to_write(shape: tuple[int, int, int, int]) -> None:
   assert pages.uop is before
 
 
-def test_elements_beyond_int32_are_counted_in_64_bits() -> None:
-  """Of a pool of more than 2**31 elements, by the text of the kernel: memory of that size is not for a test."""
-  for P, wide in ((100, False), (70000, True)):
-    target, source = Memory((P, 8, 128, 128), dtypes.half, None), Memory((2, 8, 1, 128), dtypes.half, None)
-    call = Append((target,) * 2, None, (source,) * 2, PagedRows(P, 128, 9), ((2, 9),), None, False, None)
-    program = prepared(lambda call: (call.graph(True), call.estimates()), "CPU", call)
-    (text,) = [x.arg for x in program.src if x.op is Ops.SOURCE]
-    assert ("long" in text) == wide
+def test_rows_beyond_2_31_elements() -> None:
+  """Of memory that nobody touches but there: the system provides a few pages of it."""
+  P, D = (1 << 23) + 8, 128
+  k_pages, v_pages = (Tensor.empty(P, 1, 2, d, dtype=dtypes.fp8e4m3).realize() for d in (D, 1))
+  assert math.prod(sizes(k_pages)) > 2**31
+  k = placed(np.arange(3 * D, dtype=np.float32).reshape(1, 1, 3, D) % 13)
+  append_paged(k, k[..., 3:4], k_pages, v_pages, Tensor([[P - 1, 3]]), 1)
+  k_pages.realize(v_pages)
+  last, third = (k_pages[page].float().numpy()[0] for page in (P - 1, 3))
+  np.testing.assert_array_equal(np.stack([last[1], *third]), k.numpy()[0, 0])
+  assert v_pages[P - 1].float().numpy()[0, 1, 0] == 3
 
 
 class Arguments:

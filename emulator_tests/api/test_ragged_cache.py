@@ -10,7 +10,7 @@ from helpers import DTYPES, check, drawn, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kv_quantized import check_rounded, pairs, realized
-from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 
@@ -25,8 +25,8 @@ TARGETS = ("CPU", "gfx1100", "gfx942", "sm_80", "sm_90", "apple9", "cl")
 
 
 def machine(arch: str) -> tuple[AbstractContextManager[Any], str]:
-  """What makes it the default, and the device."""
-  return (nullcontext(), "CPU") if arch == "CPU" else (on(arch), "EMU")
+  """What makes it the default, and the device: the emulator, or the CPU or a GPU that the tests run on."""
+  return (nullcontext(), arch) if arch in ("CPU", Device.DEFAULT) else (on(arch), "EMU")
 
 
 def normal(*shape: int, seed: int = 0) -> Array:
