@@ -32,21 +32,31 @@ INFINITY = 0x7F800000  # the bits of a float32
 WORDS = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}
 
 
+@dataclass(frozen=True, eq=False)
+class NewKey:
+  """A key, with its value, that a work item writes.
+
+  Attributes:
+    b: the sequence.
+    position: its position there.
+    end: the position after the last new key of the sequence.
+    tables: the buffers that a `Place` reads.
+    keep: stores an int in a register. tinygrad simplifies the index of a store as if the store happened: what is loaded
+      to find the index would then be loaded from anywhere if it does not.
+  """
+
+  b: UOp
+  position: UOp
+  end: UOp
+  tables: tuple[UOp, ...]
+  keep: Callable[[UOp], UOp]
+
+
 class Place(Protocol):
-  """Where a cache keeps a position of a sequence. Hashable."""
+  """Where a cache keeps the keys of a sequence. Hashable."""
 
-  def find(
-    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
-  ) -> tuple[UOp, UOp, UOp]:
-    """Return whether position is kept, its block (a sequence's rows, or a page) and its row in the block.
-
-    Args:
-      b: the sequence.
-      end: the position after the last new one.
-      tables: the buffers of the place.
-      keep: stores an int in a register. tinygrad simplifies the index of a store as if the store happened: what is
-        loaded to find the index would then be loaded from anywhere if it does not.
-    """
+  def find(self, key: NewKey) -> tuple[UOp, UOp, UOp]:
+    """Return whether the key is kept, its block (a sequence's rows, or a page) and its row in the block."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,9 @@ class Rows:
 
   rows: int
 
-  def find(
-    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
-  ) -> tuple[UOp, UOp, UOp]:
-    return (position >= 0) & (position < self.rows), b, clamp(position, 0, self.rows - 1)
+  def find(self, key: NewKey) -> tuple[UOp, UOp, UOp]:
+    p = key.position
+    return (p >= 0) & (p < self.rows), key.b, clamp(p, 0, self.rows - 1)
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,10 @@ class Ring:
   first: int
   rows: int
 
-  def find(
-    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
-  ) -> tuple[UOp, UOp, UOp]:
-    turn = (position - self.first).maximum(0) % self.rows
-    row = (position < self.first).where(clamp(position, 0, max(0, self.first - 1)), self.first + turn)
-    return (position >= 0) & ((position < self.first) | (position >= end - self.rows)), b, row
+  def find(self, key: NewKey) -> tuple[UOp, UOp, UOp]:
+    p, in_ring = key.position, (key.position - self.first).maximum(0) % self.rows
+    row = (p < self.first).where(clamp(p, 0, max(0, self.first - 1)), self.first + in_ring)
+    return (p >= 0) & ((p < self.first) | (p >= key.end - self.rows)), key.b, row
 
 
 @dataclass(frozen=True)
@@ -90,14 +97,12 @@ class PagedRows:
   size: int
   entries: int
 
-  def find(
-    self, b: UOp, position: UOp, end: UOp, tables: tuple[UOp, ...], keep: Callable[[UOp], UOp]
-  ) -> tuple[UOp, UOp, UOp]:
-    (table,), known = tables, (position >= 0) & (position < self.entries * self.size)
-    within = clamp(position, 0, self.entries * self.size - 1)
-    entry = table.base[(b * self.entries + within // self.size).valid(known)].load()
-    page = keep(known.where(entry, UOp.const(-1, dtypes.int)))
-    return (page >= 0) & (page < self.count), clamp(page.cast(dtypes.weakint), 0, self.count - 1), within % self.size
+  def find(self, key: NewKey) -> tuple[UOp, UOp, UOp]:
+    (table,), keys = key.tables, self.entries * self.size
+    known, p = (key.position >= 0) & (key.position < keys), clamp(key.position, 0, keys - 1)
+    entry = table.base[(key.b * self.entries + p // self.size).valid(known)].load()
+    page = key.keep(known.where(entry, UOp.const(-1, dtypes.int)))
+    return (page >= 0) & (page < self.count), clamp(page.cast(dtypes.weakint), 0, self.count - 1), p % self.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +165,9 @@ def append(
     register = s.buffer(1, dtype=dtypes.int)
     return register.after(register.after(*axes)[0].store(value))[0].load()
 
-  kept, block, row = place.find(b, first + i, first + count, tables, keep)
-  work = _Row(s, axes, lane, head, i, i < M, kept & (i < M) & (i < count), block * heads + h, row)
+  kept, block, row = place.find(NewKey(b, first + i, first + count, tables, keep))
+  exists = i < M
+  work = _Row(s, axes, lane, head, i, exists, kept & exists & (i < count), block * heads + h, row)
   stores = [store for x in (keys, values) for store in work.written(x, b, h)]
   return make_kernel(name, axes, *stores)
 

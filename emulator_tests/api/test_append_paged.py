@@ -231,6 +231,19 @@ def test_pages_that_are_views_are_written_in_place(arch: str) -> None:
     np.testing.assert_array_equal(x.swapaxes(1, 2), pages)
 
 
+def test_a_page_copied_to_another() -> None:
+  """As for a sequence that is to write into a page which it shares, half of it over the other half."""
+  pool = Pool(8, 2)
+  pool.k, pool.v = (placed(normal(7, HKV, 8, d)) for d in (DK, DV))
+  before = pool.memory()
+  k, v = (x[2:3, :, 1:8] for x in (pool.k, pool.v))
+  append_paged(k, v, pool.k, pool.v, Tensor([[5, 2]]), 4)  # rows 4 to 7 of page 5, and 0 to 2 of page 2
+  for was, now in zip(before, pool.memory(), strict=True):
+    want = was.copy()
+    want[5, :, 4:], want[2, :, :3] = was[2, :, 1:5], was[2, :, 5:]
+    np.testing.assert_array_equal(now, want)
+
+
 UNCHECKED: dict[str, tuple[list[int], dict[tuple[int, int], int], list[int]]] = {
   "pages": ([0, 4, 6], {(0, 0): -1, (1, 1): 10, (2, 2): 2**31 - 1}, [3, 3, 3]),
   "positions": ([-2, 11, 2**31 - 2], {}, [3, 3, 3]),

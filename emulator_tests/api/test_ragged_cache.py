@@ -267,6 +267,22 @@ def test_views_of_keys_are_read_in_place(by_variable: bool) -> None:
   check_written(cache, before, (k.numpy(), v.numpy()), [5] * B)
 
 
+@pytest.mark.parametrize("arch", ["CPU", "gfx942"])
+def test_rows_of_the_cache_itself(arch: str) -> None:
+  """Moved by less than their number, so that they overlap with themselves: to the front, then to the back."""
+  context, device = machine(arch)
+  with context:
+    cache, held = poisoned(dtypes.float32, device=device), [normal(B, HKV, N, D) for D in (DK, DV)]
+    cache.k, cache.v = (placed(x, device=device) for x in held)
+    for source, to in ((3, 0), (0, 2)):
+      k, v = (x[:, :, source : source + 60] for x in (cache.k, cache.v))
+      cache.append(k, v, to)
+      for x in held:
+        x[:, :, to : to + 60] = x[:, :, source : source + 60].copy()
+      for x, want in zip(memory(cache), held, strict=True):
+        np.testing.assert_array_equal(x, want)
+
+
 @pytest.mark.kinds(axis=(0,))
 @pytest.mark.parametrize("axis", [0, 1, None])
 def test_on_several_devices(axis: int | None) -> None:

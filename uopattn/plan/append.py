@@ -8,6 +8,7 @@ from typing import cast
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import clamp, sizes
 from uopattn.dsl.instruction import typed
@@ -151,6 +152,8 @@ def append_call(
   if isinstance(start, UOp):
     known = (v for v in bound_variables(start) if v.src[0].vmin < v.src[0].vmax)  # others are constants
     variables, start = tuple(dict.fromkeys(known)), in_kernel(start)
+  buffers = {_buffer(x) for x in targets}
+  sources = [x.contiguous() if _buffer(x) in buffers else x for x in sources]  # rows that may be overwritten meanwhile
   memories = [tuple(map(Memory.of, pair)) for pair in (targets, sources)]
   call = Append(
     cast(tuple[Memory, Memory], memories[0]),
@@ -180,6 +183,14 @@ def append_call(
     return (*(None for _ in outputs), *zeros, *(None for _ in (*inputs[2:], *variables)))
 
   return kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
+
+
+def _buffer(x: Tensor) -> UOp:
+  """Return the buffer that x is a view of, or x itself if it must be computed first."""
+  base = base_of(x.uop)
+  while base.op in (Ops.AFTER, Ops.RESHAPE):
+    base = base.src[0]
+  return base
 
 
 def is_memory(x: Tensor) -> bool:
