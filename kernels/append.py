@@ -41,15 +41,12 @@ class NewKey:
     position: its position there.
     end: the position after the last new key of the sequence.
     tables: the buffers that a `Place` reads.
-    keep: stores an int in a register. tinygrad simplifies the index of a store as if the store happened: what is loaded
-      to find the index would then be loaded from anywhere if it does not.
   """
 
   b: UOp
   position: UOp
   end: UOp
   tables: tuple[UOp, ...]
-  keep: Callable[[UOp], UOp]
 
 
 class Place(Protocol):
@@ -101,7 +98,9 @@ class PagedRows:
     (table,), keys = key.tables, self.entries * self.size
     known, p = (key.position >= 0) & (key.position < keys), clamp(key.position, 0, keys - 1)
     entry = table.base[(key.b * self.entries + p // self.size).valid(known)].load()
-    page = key.keep(known.where(entry, UOp.const(-1, dtypes.int)))
+    # tinygrad simplifies the index of a store as if its conditions held. So `known`, on which the load of the entry
+    # depends, must not be one of them.
+    page = known.where(entry, UOp.const(-1, dtypes.int))
     return (page >= 0) & (page < self.count), clamp(page.cast(dtypes.weakint), 0, self.count - 1), p % self.size
 
 
@@ -143,7 +142,7 @@ def append(
 
   Args:
     start: maps a sequence to the position of its first new key.
-    lengths: maps a sequence to its number of new keys; those behind them are not written.
+    lengths: maps a sequence to its number of new keys, at most M; those behind them are not written.
     place: where the cache keeps a position.
     tables: the buffers that `place` reads.
     shape: (B, heads, M) of the new keys.
@@ -159,15 +158,9 @@ def append(
     item, lane = s.axis(B * heads * M, AxisType.GLOBAL), s.axis(LANES, AxisType.LOCAL)
     head, i, axes = item // M, item % M, (lane, item)
   b, h = head // heads, head % heads
-  first, count = start(b), lengths(b)
-
-  def keep(value: UOp) -> UOp:
-    register = s.buffer(1, dtype=dtypes.int)
-    return register.after(register.after(*axes)[0].store(value))[0].load()
-
-  kept, block, row = place.find(NewKey(b, first + i, first + count, tables, keep))
-  exists = i < M
-  work = _Row(s, axes, lane, head, i, exists, kept & exists & (i < count), block * heads + h, row)
+  first, count, exists = start(b), lengths(b), i < M
+  kept, block, row = place.find(NewKey(b, first + i, first + count, tables))
+  work = _Row(s, axes, lane, head, i, exists, kept & (i < count), block * heads + h, row)
   stores = [store for x in (keys, values) for store in work.written(x, b, h)]
   return make_kernel(name, axes, *stores)
 
