@@ -163,6 +163,19 @@ def test_positions_that_nobody_could_check_are_not_written_beyond_the_cache(arch
       check_written(cache, before, new, starts)
 
 
+@pytest.mark.parametrize("arch", ["CPU", "gfx942"])
+def test_attending_at_such_positions_reads_nothing_outside(arch: str) -> None:
+  context, device = machine(arch)
+  with context:
+    dtype, start = dtypes.half, placed(np.array([N - 1, -3, 2**31 - 1]) ^ 1, dtypes.int, device) ^ 1
+    q, k, v = (placed(normal(B, *x), dtype, device) for x in ((HQ, 3, DK), (HKV, 3, DK), (HKV, 3, DV)))
+    whole = KVCache(B, HKV, N, DK, DV, dtype=dtype, device=device)
+    ring = RingCache(B, HKV, 5, DK, DV, sink_tokens=2, M_max=3, dtype=dtype, device=device)
+    for cache in (whole, ring):
+      cache.append(k, v, start)
+      assert np.isfinite(numpy(cache.attend(q, start, backend="kernel"))).all()
+
+
 def test_a_start_that_is_still_to_be_computed_is_not_checked() -> None:
   cache, new = poisoned(dtypes.float32), (normal(B, HKV, 2, DK), normal(B, HKV, 2, DV))
   before, (k, v) = memory(cache), map(placed, new)

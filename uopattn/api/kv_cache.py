@@ -90,6 +90,9 @@ class KVCache(CacheMemory):
   def append(self, k: Tensor, v: Tensor, start: int | UOp | Tensor) -> None:
     """Write the keys and values of M positions, from position `start` on.
 
+    Prompts of different lengths may be padded: `attend` from a sequence's own length on sees no padding, and later keys
+    are written over it.
+
     Args:
       k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16. M may be 0.
       v: (B, Hkv, M, Dv), as k.
