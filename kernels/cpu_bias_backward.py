@@ -59,7 +59,7 @@ def backward_bias(
   """Build the kernel.
 
   Args:
-    dbias: the sums, float32, in `BiasWork.shape`.
+    dbias: the sums, of `Bias.dtype`, in `BiasWork.shape`.
     q, k, v, do, lse, delta: as for `uopattn.kernels.cpu_backward.backward`.
     first: (1,) int32, the first query whose gradients are wanted, below M; None is 0.
     work: which gradients of scores are added up.
@@ -117,7 +117,7 @@ def _store(s: Scope, dbias: UOp, work: BiasWork, item: UOp, acc: UOp) -> UOp:
     place = gated(dbias, (row < work.M) & (key < work.N), head, row, key)
   else:
     place = dbias[head, work.part(item), group, m, n]
-  return place.store(acc[n, m].load()).end(m, n)
+  return place.store(acc[n, m].load().cast(dbias.dtype)).end(m, n)
 
 
 SCHEDULE = Schedule(

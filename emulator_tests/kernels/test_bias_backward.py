@@ -65,6 +65,10 @@ def by_distance(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any) -> Any:
   return s + a[j - i + 60]
 
 
+def by_head_and_distance(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any) -> Any:
+  return s + a[h, j - i + 80]
+
+
 def looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, c: Any) -> Any:
   return s + a[c[i, j]]
 
@@ -72,6 +76,11 @@ def looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, c: Any) -> Any:
 KINDS = {
   "pairs": Kind(
     Bias(False, True, Places.PAIRS), (2, 4, 2, 37, 45, 16, 24), {"attn_mask": normal(1, 4, 37, 45), "softcap": 3.0}
+  ),
+  "pairs in 16 bits, causal": Kind(
+    Bias(False, True, Places.PAIRS, dtype=HALF),
+    (3, 2, 1, 70, 130, 16, 16),
+    {"attn_mask": normal(1, 2, 70, 130).astype(np.float16), "is_causal": True},
   ),
   "pairs of some queries": Kind(
     Bias(False, False, Places.PAIRS, (0, 0), count=64),
@@ -100,6 +109,12 @@ KINDS = {
     (1, 2, 2, 50, 70, 16, 16),
     {"score_mod": by_distance, "aux": (normal(130),), "dropout_p": P, "kept": kept_by_seed((1, 2), 1, 2, 50, 70)},
     parts=3,
+  ),
+  "distances in a window": Kind(
+    Bias(False, True, Places.DISTANCES, (0, 0)),
+    (3, 2, 2, 70, 100, 16, 16),
+    {"score_mod": by_head_and_distance, "aux": (normal(2, 200),), "window": (30, 5)},
+    parts=2,
   ),
 }
 EACH = ("sm_80", "apple9", "gfx942", "cl")
@@ -155,7 +170,7 @@ class Case:
     given: its operands.
     arguments: the arguments of the attention.
     wanted, naive: the sums in float64, and as computed naively in the dtype.
-    unit: unit roundoff of the dtype.
+    unit: unit roundoff of the dtype, or of the sums if that is larger.
   """
 
   kind: Kind
@@ -188,7 +203,8 @@ class Case:
     mask = np.broadcast_to(kind.options.get("attn_mask", np.float32(0)), (B, Hq, M, N))
     gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, **kind.options | {"attn_mask": mask})
     wanted, naive = (summed(kind, x.attn_mask) for x in (gate.exact, gate.naive))
-    return cls(kind, launch, given | arguments.buffers(), arguments, wanted, naive, gate.unit)
+    unit = max(gate.unit, PRECISIONS[kind.bias.dtype].unit)
+    return cls(kind, launch, given | arguments.buffers(), arguments, wanted, naive, unit)
 
   @property
   def small(self) -> Any:
@@ -201,8 +217,8 @@ class Case:
     """The sums of the kernel, which writes them to an output full of NaN; with the tiles of choice unless given."""
     launch = replace(self.launch, tiles=tiles or self.launch.tiles)
     (output,) = (x for x in launch.buffers() if x.name == "dbias")
-    given = self.given | {"dbias": [stored(np.full(output.shape, np.nan, np.float32), FLOAT, Device.DEFAULT)]}
-    found = launch.run(Device.DEFAULT, given, self.arguments.variables())["dbias"].realize().numpy()
+    given = self.given | {"dbias": [stored(np.full(output.shape, np.nan, np.float32), output.dtype, Device.DEFAULT)]}
+    found = launch.run(Device.DEFAULT, given, self.arguments.variables())["dbias"].realize().float().numpy()
     return collected(found, BiasWork.of(launch.spec, launch.tiles))
 
   def check(self, tiles: Any = None) -> None:
@@ -285,10 +301,10 @@ def test_two_scores_added_to_one_sum(arch: str, monkeypatch: pytest.MonkeyPatch)
     compiled.cache_clear()
 
 
-@pytest.mark.parametrize("arch", EACH)
-def test_each_barrier_and_wait_deleted(arch: str) -> None:
+@pytest.mark.parametrize(("arch", "name"), [*((x, "slopes") for x in EACH), ("sm_80", "distances in a window")])
+def test_each_barrier_and_wait_deleted(arch: str, name: str) -> None:
   with on(arch):
-    case = Case.of(KINDS["slopes"], HALF)
+    case = Case.of(KINDS[name], HALF)
     outcomes = emulator.delete_each_barrier(lambda: case.run(case.small))
   # Behind the tiles of each trip tinygrad has a barrier of its own, which is redundant.
   redundant = 0 if arch == "sm_80" else 1

@@ -18,6 +18,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
+from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.plan.dispatch import NoKernel, bias_launch, check_guards
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import Lookup
@@ -42,7 +43,9 @@ AXES = 4  # batch, head, query and key; of a bias by distance, the last one is t
 def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
   """Return the gradient of an additive mask of four axes. Raises NoKernel."""
   batches, heads, queries, keys = (n > 1 for n in sizes(mask))
-  sums = _sums(residuals, arguments, Bias(batches, heads, OF_MASK[queries, keys]))
+  places = OF_MASK[queries, keys]
+  dtype = mask.dtype if places is Places.PAIRS and mask.dtype in DTYPES_16_32 else dtypes.float32
+  sums = _sums(residuals, arguments, Bias(batches, heads, places, dtype=dtype))
   return sums.reshape(mask.shape).cast(mask.dtype)
 
 

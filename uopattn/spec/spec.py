@@ -67,6 +67,12 @@ class AttentionSpec(Problem):
     return 0 in (self.B, self.Hq, self.M, self.N)
 
   @property
+  def moves(self) -> bool:
+    """Whether a score_mod or an additive mask changes scores."""
+    added = any(x.name == "attn_mask" and x.dtype != dtypes.bool for x in self.inputs)
+    return added or self.score_mod is not None
+
+  @property
   def kept(self) -> tuple[int, int, int]:
     return super().kept if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 

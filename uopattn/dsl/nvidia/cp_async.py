@@ -4,7 +4,7 @@ Tile n of a range goes to slot n % stages, copied by all threads. While one tile
 Tiles past the last one bring data that nobody reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp
@@ -13,6 +13,9 @@ from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 
+Rows = Callable[[UOp], tuple[HeadView, UOp]]
+"""Maps n to the rows that the n-th tile is copied from, and its number among them."""
+
 
 @dataclass(frozen=True)
 class CpAsyncPipeline:
@@ -20,14 +23,12 @@ class CpAsyncPipeline:
 
   Attributes:
     sources: the tiles that are loaded together, each with the rows that it is copied from.
-    tile: maps n to the number of the n-th tile.
     stages: number of slots.
     thread: index of this thread in the workgroup.
     dialect: dialect of instructions; see `uopattn.dsl.instructions`.
   """
 
-  sources: list[tuple[SwizzledTiles, HeadView]]
-  tile: Callable[[UOp], UOp]
+  sources: Sequence[tuple[SwizzledTiles, Rows]]
   stages: int
   thread: UOp
   dialect: Cuda = CUDA
@@ -36,7 +37,7 @@ class CpAsyncPipeline:
     """Start copying the n-th tile of each source, as one group."""
     copies = []
     for tiles, rows in self.sources:
-      copies += tiles.fill_tile(n, rows, self.tile(n), self.thread, *after)
+      copies += tiles.fill_tile(n, *rows(n), self.thread, *after)
     return self.dialect.cp_async_commit(*copies)
 
   def consumer_wait(self, *after: UOp) -> UOp:
@@ -68,6 +69,11 @@ class CpAsyncPipeline:
     return self.dialect.cp_async_wait(0, *sums)
 
 
+def of_head(rows: HeadView, tile: Callable[[UOp], UOp]) -> Rows:
+  """The rows of one head; `tile` maps n to the number of the n-th tile."""
+  return lambda n: (rows, tile(n))
+
+
 @dataclass(frozen=True)
 class AlternatingPipeline:
   """A pipeline in which tiles of K and of V alternate, each with `stages` slots; with one, no time is lost.
@@ -77,7 +83,8 @@ class AlternatingPipeline:
 
   Attributes:
     keys, values: the tiles, each with the rows that it is copied from.
-    tile, stages, thread, dialect: as for `CpAsyncPipeline`.
+    tile: maps n to the number of the n-th tile.
+    stages, thread, dialect: as for `CpAsyncPipeline`.
   """
 
   keys: tuple[SwizzledTiles, HeadView]

@@ -124,6 +124,8 @@ FLOAT32 = {
 BACKWARD_LIMIT = 224
 BACKWARD = (((2, 64, 2), (2, 128, 2)), ((1, 64, 3), (2, 64, 2)))
 FUSED_LIMIT = 192  # of `Tiles.registers`
+# Of gradients in one pass: features with which blocks of keys from the first one on add to dQ of a query, one by one.
+ONE_PASS = LIGHT | {"attn_mask", "score_mod", "aux", "mask_mod", "softcap", "dropout_p"}
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
@@ -263,13 +265,13 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
   arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
   if arch != "sm_90" or Dk % 8 or Dv % 8:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
-  if others := [x for x in problem.features if x not in LIGHT]:
-    raise ValueError(f"{', '.join(others)}: must be none, for want of registers")
+  if others := [x for x in problem.features if x not in ONE_PASS]:
+    raise ValueError(f"{', '.join(others)}: must be none, as then some blocks of keys would add nothing to dQ")
   if not problem.fits_tensor_maps:
     raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
   if bounded := [x for x in problem.masks if x.has_first]:
     raise ValueError(f"{bounded[0]}: must have no left bound")
-  best = Fused.of(Dk)
+  best = Fused.of(problem)
   fits = best.registers(Dk, Dv) <= FUSED_LIMIT and best.shared_bytes(Dk, Dv) <= target.lds
   if parts(Dk) > best.warpgroups or not fits:
     raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
