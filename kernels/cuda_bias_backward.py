@@ -15,16 +15,19 @@ from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.kernels import cuda_backward
 from uopattn.kernels.cuda_backward import WarpMma, over_keys
 
 
 class Tiles(BiasTiles):
-  """The block sizes of one kernel; `loop` is a `uopattn.kernels.cuda_backward.Tiles`."""
+  """The block sizes of one kernel."""
+
+  loop: cuda_backward.Tiles
 
   @property
   def tf32(self) -> bool:
     """Whether float32 is multiplied in tf32."""
-    return bool(self.loop.tf32)
+    return self.loop.tf32
 
 
 def backward_bias(

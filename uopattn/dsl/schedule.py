@@ -267,6 +267,11 @@ class Schedule:
   operand: DType | None = None
   mixed: bool = False
 
+  @property
+  def of_bias(self) -> bool:
+    """Whether it computes the gradients of biases."""
+    return any("work" in x.params for x in self.kernels)
+
 
 def passes(of_queries: Callable[..., UOp], **of_keys: Callable[..., UOp]) -> tuple[Kernel, ...]:
   """The kernels of a backward pass, each with tiles of its own: one for dQ, and those for dK and dV.

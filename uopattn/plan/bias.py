@@ -41,9 +41,14 @@ AXES = 4  # batch, head, query and key; of a bias by distance, the last one is t
 
 def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
   """Return the gradient of an additive mask of four axes. Raises NoKernel."""
-  batches, heads, queries, keys = (n > 1 for n in sizes(mask))
-  sums = _sums(residuals, arguments, Bias(batches, heads, OF_MASK[queries, keys]))
+  sums = _sums(residuals, arguments, mask_bias(sizes(mask)))
   return sums.reshape(mask.shape).cast(mask.dtype)
+
+
+def mask_bias(shape: Sequence[int]) -> Bias:
+  """Return the bias that an additive mask of four axes is."""
+  batches, heads, queries, keys = (n > 1 for n in shape)
+  return Bias(batches, heads, OF_MASK[queries, keys])
 
 
 def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]) -> list[Tensor | None]:
@@ -183,11 +188,11 @@ def _symbols(index: Sequence[UOp]) -> set[UOp]:
 
 
 def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
-  """Return the sums of a bias's gradients, (batches, heads, queries, keys or distances). Raises NoKernel."""
-  spec = _spec_of(residuals, bias)
+  """Return the sums of a bias's gradients, as of `summed`. Raises NoKernel."""
+  spec = with_bias(residuals.spec, bias)
   launch = _launch(residuals, spec)
   found = launch.run(cast(Devices, residuals.q.device), residuals.given(arguments), arguments.variables(), no_further)
-  return _summed(found["dbias"], BiasWork.of(spec, launch.tiles))
+  return summed(found["dbias"], BiasWork.of(spec, launch.tiles))
 
 
 def _in_parts(
@@ -198,7 +203,7 @@ def _in_parts(
   All sums are in the same memory, one after another. A launch depends on what became of the sums before: tinygrad would
   compute all of them first.
   """
-  spec = _spec_of(residuals, bias)
+  spec = with_bias(residuals.spec, bias)
   launch, device, given = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.given(arguments)
   if missing := -bias.count % launch.tiles.block_m:  # of whole blocks of queries
     return _in_parts(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
@@ -208,16 +213,16 @@ def _in_parts(
     given["first"] = [start]
     sums = launch.run(device, given, arguments.variables(), no_further)["dbias"]
     given["dbias"] = [sums]
-    part = look_up(_summed(sums, BiasWork.of(spec, launch.tiles)), start)
+    part = look_up(summed(sums, BiasWork.of(spec, launch.tiles)), start)
     total = (part if total is None else total + part).contiguous()
     zero = _zero(total)
   assert total is not None
   return total
 
 
-def _spec_of(residuals: Residuals, bias: Bias) -> AttentionSpec:
-  """Return the attention with a bias, and without lists of tiles: the block mask itself hides keys."""
-  return replace(residuals.spec, bias=bias, block_heads=None)
+def with_bias(spec: AttentionSpec, bias: Bias) -> AttentionSpec:
+  """Return an attention with a bias, and without lists of tiles: the block mask itself hides keys."""
+  return replace(spec, bias=bias, block_heads=None)
 
 
 def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
@@ -234,8 +239,8 @@ def _zero(x: Tensor) -> Tensor:
   return (sign > 1).cast(dtypes.int32)
 
 
-def _summed(x: Tensor, work: BiasWork) -> Tensor:
-  """Add up what belongs together in the tiles of sums; see `_sums`."""
+def summed(x: Tensor, work: BiasWork) -> Tensor:
+  """Add up what belongs together in a kernel's sums: (batches, heads, queries, keys or distances)."""
   batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
   if work.bias.places is Places.PAIRS:
     return x.reshape(batches, heads, work.M, work.N)

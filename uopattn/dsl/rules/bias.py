@@ -7,7 +7,7 @@ queries and keys, and a table by distance by all queries and keys as far apart.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from tinygrad import UOp
@@ -16,14 +16,14 @@ from tinygrad.helpers import ceildiv
 from uopattn.dsl.scope import clamp
 
 
-class Places(Enum):
+class Places(StrEnum):
   """By which of the numbers of query i and key j of a score its element of a bias goes."""
 
-  PAIRS = "i and j"
+  PAIRS = "i, j"
   QUERIES = "i"
   KEYS = "j"
   DISTANCES = "j - i"
-  ALL = "neither"
+  ALL = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,16 @@ class Bias:
   places: Places
   read: tuple[int, int] | None = None
   count: int = 0
+
+  def __str__(self) -> str:
+    numbers = ("b" * self.batches, "h" * self.heads, self.places.value)
+    return f"dbias[{', '.join(x for x in numbers if x)}]"
+
+  @classmethod
+  def of_record(cls, record: dict[str, Any]) -> "Bias":
+    """Return the bias that `asdict` made a record of, which JSON may have been in between."""
+    read = record["read"]
+    return cls(**record | {"places": Places(record["places"]), "read": None if read is None else tuple(read)})
 
 
 class Item(NamedTuple):
@@ -123,7 +133,7 @@ class BiasWork:
     return self.kept * self.parts * self.groups
 
   @property
-  def _reduced(self) -> int:
+  def reduced(self) -> int:
     """Heads and blocks of queries that share elements."""
     by_block = self.bias.places in (Places.PAIRS, Places.QUERIES)
     return self.B * self.H // self.kept * (1 if by_block else self.blocks)
@@ -131,7 +141,7 @@ class BiasWork:
   @property
   def trips(self) -> int:
     """Trips of an item."""
-    return ceildiv(self._reduced, self.parts)
+    return ceildiv(self.reduced, self.parts)
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -159,7 +169,7 @@ class BiasWork:
     """What an item processes in a trip."""
     places, group = self.bias.places, self.group(item)
     number = self.part(item) + trip * self.parts
-    exists, number = number < self._reduced, clamp(number, 0, self._reduced - 1)
+    exists, number = number < self.reduced, clamp(number, 0, self.reduced - 1)
     by_block = places in (Places.PAIRS, Places.QUERIES)
     shared, block = (number, UOp.const(0)) if by_block else (number // self.blocks, number % self.blocks)
     head = self._head(self.kept_head(item), shared)
