@@ -260,7 +260,7 @@ def _by_distance(x: Tensor, work: BiasWork) -> Tensor:
   heads, groups, size, _ = sizes(x)
   # A row for each query, from the last one: padded to an odd length, each row begins one to the right of the last one.
   rows = x.flip(2).pad((None, None, None, (0, size))).reshape(heads, groups, -1)[..., :-size]
-  diagonals = rows.reshape(heads, groups, size, 2 * size - 1).sum(2)
+  diagonals = rows.reshape(heads, groups, size, 2 * size - 1).sum(2).contiguous()  # nothing to sum where it is padded
   halves = diagonals.pad((None, None, (0, 1))).reshape(heads, groups, 2, size)
   lower, upper = halves[:, :, 0].pad((None, (0, 1), None)), halves[:, :, 1].pad((None, (1, 0), None))
   first = work.blocks * size - work.M  # of distance 1 - M
