@@ -24,7 +24,7 @@ from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.shards import Devices, devices_of, on_each
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
@@ -59,7 +59,9 @@ def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]
   """
   spec = residuals.spec
   assert spec.score_mod is not None
-  numbers, score, reads = spec.score_mod.reads((spec.B, spec.Hq, spec.M, spec.N), arguments.aux)
+  if any(isinstance(x, UOp) for x in spec.origin.first[2:]):
+    raise NoKernel("devices divide the sequence, and score_mod counts in the whole one")
+  numbers, score, reads = spec.score_mod.reads((*_heads(residuals), spec.M, spec.N), arguments.aux)
   if any(score in _symbols(index) for i in aux for index in reads[i]):
     raise NoKernel("score_mod reads aux at an index that depends on the score")
   found: list[Tensor | None] = []
@@ -101,18 +103,30 @@ class Read:
   def gradients(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> list[Tensor]:
     """Return parts of the gradient of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
     spec, places = residuals.spec, self.bias.places
-    heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
+    B, Hq = _heads(residuals)
+    heads = (B if self.bias.batches else 1) * (Hq if self.bias.heads else 1)
     count = max(1, BLOCK_BYTES // (4 * heads * spec.N * ROWS)) * ROWS
     if places is not Places.PAIRS or self._axes is not None or count >= spec.M:
-      sums = _sums(residuals, arguments, self.bias)
+      sums = self._of_all(residuals, _sums(residuals, arguments, self.bias))
       firsts = (0, 0, 0, 1 - spec.M if places is Places.DISTANCES else 0)
       moved = self._moved(sums, sizes(x), firsts)
       return [self._looked_up(sums, x, arguments, firsts) if moved is None else moved]
 
     def look_up(sums: Tensor, first: Tensor) -> Tensor:
-      return self._looked_up(sums, x, arguments, (0, 0, first, 0))
+      return self._looked_up(self._of_all(residuals, sums), x, arguments, (0, 0, first, 0))
 
     return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
+
+  def _of_all(self, residuals: Residuals, sums: Tensor) -> Tensor:
+    """Return sums of all batches and heads. Where devices divide them, each has those of its part, and 0 for others."""
+    devices = devices_of(cast(Devices, residuals.q.device))
+    for axis, depends in enumerate((self.bias.batches, self.bias.heads)):
+      first, before, n, after = residuals.spec.origin.first[axis], *_around(sizes(sums), axis)
+      if depends and isinstance(first, UOp):
+        own = (Tensor.arange(len(devices)) * n).eq(on_each(first, devices))
+        parts = sums.reshape(*before, 1, n, *after) * own.reshape(-1, *[1] * (1 + len(after)))
+        sums = parts.reshape(*before, len(devices) * n, *after).contiguous()
+    return sums
 
   @functools.cached_property
   def _axes(self) -> list[tuple[int | None, int]] | None:
@@ -185,6 +199,17 @@ class Reads(Lookup):
 
 def _symbols(index: Sequence[UOp]) -> set[UOp]:
   return {u for x in index for u in x.simplify().toposort()}
+
+
+def _around(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+  return shape[:axis], shape[axis], shape[axis + 1 :]
+
+
+def _heads(residuals: Residuals) -> tuple[int, int]:
+  """Return the batches and query heads by which a score_mod goes: those of all devices that divide them."""
+  s, count = residuals.spec, len(devices_of(cast(Devices, residuals.q.device)))
+  B, Hq = (n * (count if isinstance(x, UOp) else 1) for n, x in zip((s.B, s.Hq), s.origin.first, strict=False))
+  return B, Hq
 
 
 def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
