@@ -59,7 +59,7 @@ def backward_bias(
   """Build the kernel.
 
   Args:
-    dbias: the sums, of `Bias.dtype`, in `BiasWork.shape`.
+    dbias: the sums, in `BiasWork.shape`.
     q, k, v, do, lse, delta: as for `uopattn.kernels.cpu_backward.backward`.
     first: (1,) int32, the first query whose gradients are wanted, below M; None is 0.
     work: which gradients of scores are added up.

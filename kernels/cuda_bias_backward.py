@@ -25,11 +25,14 @@ from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.kernels import cuda_backward
 from uopattn.kernels.cuda_backward import WarpMma, over_keys
 
 
 class Tiles(BiasTiles):
-  """The block sizes of one kernel; `loop` is a `uopattn.kernels.cuda_backward.Tiles`."""
+  """The block sizes of one kernel."""
+
+  loop: cuda_backward.Tiles
 
   def shared_bytes(self, work: BiasWork, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
@@ -38,7 +41,7 @@ class Tiles(BiasTiles):
   @property
   def tf32(self) -> bool:
     """Whether float32 is multiplied in tf32."""
-    return bool(self.loop.tf32)
+    return self.loop.tf32
 
 
 def streams_queries(work: BiasWork) -> bool:
@@ -63,7 +66,7 @@ def backward_bias(
   """Build the kernel.
 
   Args:
-    dbias: the sums, of `Bias.dtype`, in `BiasWork.shape`.
+    dbias: the sums, in `BiasWork.shape`.
     q, k, v, do, lse, delta: as for `uopattn.kernels.cuda_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.

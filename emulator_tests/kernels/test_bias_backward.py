@@ -78,7 +78,7 @@ KINDS = {
     Bias(False, True, Places.PAIRS), (2, 4, 2, 37, 45, 16, 24), {"attn_mask": normal(1, 4, 37, 45), "softcap": 3.0}
   ),
   "pairs in 16 bits, causal": Kind(
-    Bias(False, True, Places.PAIRS, dtype=HALF),
+    Bias(False, True, Places.PAIRS),
     (3, 2, 1, 70, 130, 16, 16),
     {"attn_mask": normal(1, 2, 70, 130).astype(np.float16), "is_causal": True},
   ),
@@ -203,7 +203,7 @@ class Case:
     mask = np.broadcast_to(kind.options.get("attn_mask", np.float32(0)), (B, Hq, M, N))
     gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, **kind.options | {"attn_mask": mask})
     wanted, naive = (summed(kind, x.attn_mask) for x in (gate.exact, gate.naive))
-    unit = max(gate.unit, PRECISIONS[kind.bias.dtype].unit)
+    unit = max(gate.unit, PRECISIONS[launch.spec.bias_dtype].unit)
     return cls(kind, launch, given | arguments.buffers(), arguments, wanted, naive, unit)
 
   @property

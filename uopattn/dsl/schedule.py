@@ -92,6 +92,11 @@ class Problem:
     return self.B, self.Hkv, self.N
 
   @property
+  def bias_dtype(self) -> DType:
+    """Type of the gradient of the bias as its kernel stores it."""
+    return dtypes.float32
+
+  @property
   def stored(self) -> DType:
     """The type of k and v in memory."""
     return self.dtype if self.kv_dtype is None else self.kv_dtype
@@ -122,11 +127,6 @@ def _as_q(problem: Problem) -> DType:
 
 def _as_stored(problem: Problem) -> DType:
   return problem.stored
-
-
-def _of_bias(problem: Problem) -> DType:
-  assert problem.bias is not None
-  return problem.bias.dtype
 
 
 def in_float32(problem: Problem) -> DType:
@@ -177,7 +177,7 @@ DELTA = replace(LSE, name="delta")
 DQ = replace(Q, name="dq")
 DK = Buffer("dk", lambda p, *_: (p.B, p.Hkv, p.N, p.Dk))
 DV = Buffer("dv", lambda p, *_: (p.B, p.Hkv, p.N, p.Dv))
-DBIAS = Buffer("dbias", lambda p, tiles, _: BiasWork.of(p, tiles).shape, _of_bias, scratch=True)
+DBIAS = Buffer("dbias", lambda p, tiles, _: BiasWork.of(p, tiles).shape, lambda p: p.bias_dtype, scratch=True)
 FIRST = Buffer("first", lambda *_: (1,), lambda problem: dtypes.int32, scratch=True)  # only if `Bias.count` is not 0
 GRADIENTS = {x.name: x for x in (DQ, DK, DV)}
 # On a CPU each key head has `tiles.parts` sums, which the caller adds up.
@@ -272,6 +272,11 @@ class Schedule:
   cuts: bool = False
   operand: DType | None = None
   mixed: bool = False
+
+  @property
+  def of_bias(self) -> bool:
+    """Whether it computes the gradients of biases."""
+    return any("work" in x.params for x in self.kernels)
 
 
 def passes(of_queries: Callable[..., UOp], **of_keys: Callable[..., UOp]) -> tuple[Kernel, ...]:

@@ -231,9 +231,15 @@ def bias_launch(spec: AttentionSpec, target: Target) -> Launch:
   Raises:
     NoKernel: no kernel serves it.
   """
+  return launches_of(_bias_schedule(target), spec, target)[0]
+
+
+def _bias_schedule(target: Target) -> Schedule:
+  """Return the schedule for gradients of biases. Raises NoKernel if there is none."""
   if (module := BIAS.get(target.runs)) is None:
     raise NoKernel(f"no kernel for gradients of biases for device {target.device}")
-  return launches_of(import_module(f"uopattn.kernels.{module}").SCHEDULE, spec, target)[0]
+  found: Schedule = import_module(f"uopattn.kernels.{module}").SCHEDULE
+  return found
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:
@@ -278,6 +284,11 @@ def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]
     return found
   what = "no kernels for gradients" if backward else "no kernel"
   raise NoKernel(f"{what} for device {target.device}; {_needed(target)}")
+
+
+def all_schedules_on(target: Target, backward: bool) -> tuple[Schedule, ...]:
+  """Return the schedules for a target's device, among gradients also that of biases. Raises NoKernel."""
+  return (*schedules_on(target, backward), *([_bias_schedule(target)] if backward else []))
 
 
 def _needed(target: Target) -> str:

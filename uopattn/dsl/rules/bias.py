@@ -7,24 +7,23 @@ queries and keys, and a table by distance by all queries and keys as far apart.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
-from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad import UOp
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.scope import clamp, least
 
 
-class Places(Enum):
+class Places(StrEnum):
   """By which of the numbers of query i and key j of a score its element of a bias goes."""
 
-  PAIRS = "i and j"
+  PAIRS = "i, j"
   QUERIES = "i"
   KEYS = "j"
   DISTANCES = "j - i"
-  ALL = "neither"
+  ALL = ""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Bias:
     read: for what a score_mod reads, the number of the aux Tensor, and of the read among those of this Tensor; None for
       an additive mask.
     count: for pairs, the queries whose gradients are wanted, from one on that the kernel is told; 0 is all of them.
-    dtype: of the result. Only that of pairs is final; others are added up further.
   """
 
   batches: bool
@@ -45,7 +43,16 @@ class Bias:
   places: Places
   read: tuple[int, int] | None = None
   count: int = 0
-  dtype: DType = dtypes.float32
+
+  def __str__(self) -> str:
+    numbers = ("b" * self.batches, "h" * self.heads, self.places.value)
+    return f"dbias[{', '.join(x for x in numbers if x)}]"
+
+  @classmethod
+  def of_record(cls, record: dict[str, Any]) -> "Bias":
+    """Return the bias that `asdict` made a record of, which JSON may have been in between."""
+    read = record["read"]
+    return cls(**record | {"places": Places(record["places"]), "read": None if read is None else tuple(read)})
 
 
 class Item(NamedTuple):
@@ -148,10 +155,14 @@ class BiasWork:
     return UOp.const(0), UOp.const(blocks)
 
   @property
+  def reduced(self) -> int:
+    """Heads and blocks of queries that share elements, at most."""
+    return self._shared * int(self._blocks_of(UOp.variable("group", 0, max(0, self.groups - 1)))[1].vmax)
+
+  @property
   def trips(self) -> int:
     """Trips of an item, at most."""
-    at_most = int(self._blocks_of(UOp.variable("group", 0, max(0, self.groups - 1)))[1].vmax)
-    return ceildiv(self._shared * at_most, self.parts)
+    return ceildiv(self.reduced, self.parts)
 
   def trips_of(self, item: UOp) -> UOp:
     """Trips of an item."""
