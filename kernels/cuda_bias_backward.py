@@ -9,7 +9,6 @@ Spills of nvcc 13, in bytes: 8 in float32 at D=128 with a causal mask, where an 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from tinygrad import UOp
@@ -22,7 +21,6 @@ from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.bias import BiasWork
-from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
 from uopattn.kernels import cuda_backward
@@ -94,30 +92,19 @@ def backward_bias(
 
 
 def over_trips(
-  s: Scope, trips: Trips, tiles: Any, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp
+  s: Scope, trips: Trips, tiles: cuda_backward.Tiles, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp
 ) -> tuple[WarpMma, BiasMainloop, UOp]:
   """The unit and the loop of a workgroup that streams queries and keys, a tile of both in a trip, and its start."""
-  (heads, M, _), (kv_heads, _, _), rules = sizes(q), sizes(v), trips.rules
-
-  def queries(x: UOp, trip: UOp) -> tuple[HeadView, UOp]:
-    at = trips.place(trip)
-    return HeadView.of(x, at.head, UOp.const(M)), at.row // tiles.rows
-
-  def keys(x: UOp, trip: UOp) -> tuple[HeadView, UOp]:
-    at = trips.place(trip)
-    assert at.tile is not None
-    return HeadView.of(x, at.head // (heads // kv_heads), rules.rules.at(at.head).length), at.tile
-
   unit, streamed = StreamingMma.make(s, trips.group, tiles, q.dtype, sizes(q)[2], sizes(v)[2], tiles.stages)
-  rows = [partial(keys, k), partial(keys, v), partial(queries, q), partial(queries, do)]
+  rows = (trips.keys(k), trips.keys(v), trips.queries(q), trips.queries(do))
   sources = tuple(zip((*streamed, *unit.panels), rows, strict=True))
   pipeline = CpAsyncPipeline(sources, tiles.stages, trips.item.thread, tiles.dialect)
-  row_stats = RowStats(CUDA, lse, delta, trips.group.head, rules.rules.moves)
+  row_stats = RowStats(CUDA, lse, delta, trips.group.head, trips.rules.rules.moves)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     return unit.score_rows(first, lambda query: row_stats.of(query, True))
 
-  loop = BiasMainloop(s, unit, pipeline, rules, trips.key_range, tiles.block, score_rows)
+  loop = BiasMainloop(s, unit, pipeline, trips.rules, trips.key_range, tiles.block, score_rows)
   return unit, loop, pipeline.start()
 
 

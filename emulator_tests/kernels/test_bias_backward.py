@@ -16,8 +16,7 @@ from tinygrad.dtype import DType
 import uopattn.emulator as emulator
 from uopattn.dsl.gpu import bias_mainloop
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
-from uopattn.dsl.target import GENERIC
-from uopattn.kernels import amd_backward, apple_backward, cuda_backward, generic_backward
+from uopattn.kernels import amd_backward, apple_backward, cuda_backward, generic_backward, hopper_backward
 from uopattn.plan import gradient
 from uopattn.plan.dispatch import bias_launch
 from uopattn.plan.launch import Launch
@@ -83,10 +82,10 @@ KINDS = {
     {"attn_mask": normal(1, 2, 70, 130).astype(np.float16), "is_causal": True},
   ),
   "pairs of some queries": Kind(
-    Bias(False, False, Places.PAIRS, (0, 0), count=64),
-    (1, 2, 2, 150, 20, 16, 16),
-    {"score_mod": looked_up, "aux": (normal(8), R.integers(0, 8, (150, 20)).astype(np.int32))},
-    first=64,
+    Bias(False, False, Places.PAIRS, (0, 0), count=128),
+    (1, 2, 2, 270, 20, 16, 16),
+    {"score_mod": looked_up, "aux": (normal(8), R.integers(0, 8, (270, 20)).astype(np.int32))},
+    first=128,
   ),
   "queries": Kind(
     Bias(False, True, Places.QUERIES), (2, 2, 1, 40, 90, 16, 16), {"attn_mask": normal(1, 2, 40, 1), "window": (20, 10)}
@@ -152,11 +151,16 @@ def small_generic(arch: str, dtype: DType) -> generic_backward.Tiles:
   return generic_backward.Tiles(16, 16, 2, 8)
 
 
+def small_hopper(arch: str, dtype: DType) -> hopper_backward.Tiles:
+  return hopper_backward.Tiles(1, 64, 2)
+
+
 SMALL: dict[str, Callable[[str, DType], Any]] = {
-  "CUDA": small_cuda,
-  "METAL": small_apple,
-  "AMD": small_amd,
-  GENERIC: small_generic,
+  "hopper_bias_backward": small_hopper,
+  "cuda_bias_backward": small_cuda,
+  "apple_bias_backward": small_apple,
+  "amd_bias_backward": small_amd,
+  "generic_bias_backward": small_generic,
 }
 
 
@@ -209,8 +213,7 @@ class Case:
   @property
   def small(self) -> Any:
     """Tiles for several trips, blocks and tiles of few queries and keys."""
-    device, arch = self.launch.schedule.devices[0], target_of(Device.DEFAULT).arch
-    loop = SMALL[device](arch, self.launch.spec.dtype)
+    loop = SMALL[self.launch.schedule.name](target_of(Device.DEFAULT).arch, self.launch.spec.dtype)
     return type(self.launch.tiles)(loop, self.kind.parts)
 
   def run(self, tiles: Any = None) -> Array:

@@ -18,6 +18,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, ScoreRow, Sum, score_gradients
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.rules.bias import BiasWork, Item, Places
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, clamp, gated
@@ -120,6 +121,26 @@ class Trips:
     keys = _keys(head_rules, work, group.block, at.tile, trip)
     return cls(work, item, group, head_rules, keys, place, (trip,) if trip.op is Ops.RANGE else ())
 
+  def queries(self, x: UOp) -> Callable[[UOp], tuple[HeadView, UOp]]:
+    """Maps a trip to the rows of q or dO that it has, and the number of their block."""
+
+    def found(trip: UOp) -> tuple[HeadView, UOp]:
+      at = self.place(trip)
+      return HeadView.of(x, at.head, UOp.const(self.rules.rules.M)), at.row // self.work.block_m
+
+    return found
+
+  def keys(self, x: UOp) -> Callable[[UOp], tuple[HeadView, UOp]]:
+    """Maps a trip to the rows of k or v that it has, and the number of their tile; see `BiasWork.is_tiled`."""
+    rules = self.rules.rules
+
+    def found(trip: UOp) -> tuple[HeadView, UOp]:
+      at = self.place(trip)
+      assert at.tile is not None
+      return HeadView.of(x, at.head // rules.group, rules.at(at.head).length), at.tile
+
+    return found
+
   def rows(self, unit: Any) -> list[ScoreRow]:
     """The score rows of a lane in block 0 and tile 0: where in a tile its sums are. The unit is a `RowUnit`."""
     zero, none = UOp.const(0), UOp.const(0.0, dtypes.float)
@@ -181,6 +202,18 @@ def zeros(s: Scope, rows: Sequence[ScoreRow], *after: UOp) -> Sum:
   return Sum(s.filled(0.0, len(numbers(rows)), after=after), Factor.DS, 0)
 
 
+def add_gradients(
+  rules: HeadRules, rows: Sequence[ScoreRow], ds: Elements, products: Elements, acc: UOp, old: UOp, first: int = 0
+) -> list[UOp]:
+  """Add the gradients of what scores have from the bias to the sums, from number `first` on. Returns the stores."""
+  number, stores = numbers(rows), []
+  for row in rows:
+    for at, offset in zip(row.places, row.offsets, strict=True):
+      grad, place = rules.bias_vjp(ds[at], products[at], row.query, row.first + offset), first + number[at]
+      stores.append(acc[place].store(old[place].load() + grad))
+  return stores
+
+
 @dataclass(frozen=True)
 class BiasMainloop(Mainloop):
   """The loops over the tiles of keys of a block of queries, which add gradients of scores element by element."""
@@ -202,10 +235,5 @@ class BiasMainloop(Mainloop):
     trip: UOp,
   ) -> list[UOp]:
     """Add the gradients of what the scores have from the bias to the one sum of each."""
-    ds, place, (acc,) = score_gradients(self.rules, rows, p, grads, self.early), numbers(rows), [x.acc for x in sums]
-    old, stores = acc.after(trip), []
-    for row in rows:
-      for at, offset in zip(row.places, row.offsets, strict=True):
-        grad = self.rules.bias_vjp(ds[at], products[at], row.query, row.first + offset)
-        stores.append(acc[place[at]].store(old[place[at]].load() + grad))
-    return stores
+    (acc,), ds = [x.acc for x in sums], score_gradients(self.rules, rows, p, grads, self.early)
+    return add_gradients(self.rules, rows, ds, products, acc, acc.after(trip))

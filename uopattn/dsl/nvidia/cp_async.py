@@ -26,12 +26,14 @@ class CpAsyncPipeline:
     stages: number of slots.
     thread: index of this thread in the workgroup.
     dialect: dialect of instructions; see `uopattn.dsl.instructions`.
+    fenced: whether asynchronous products read the tiles, which see what was copied only behind a fence.
   """
 
   sources: Sequence[tuple[SwizzledTiles, Rows]]
   stages: int
   thread: UOp
   dialect: Cuda = CUDA
+  fenced: bool = False
 
   def producer_load(self, n: UOp, *after: UOp) -> UOp:
     """Start copying the n-th tile of each source, as one group."""
@@ -42,7 +44,8 @@ class CpAsyncPipeline:
 
   def consumer_wait(self, *after: UOp) -> UOp:
     """Wait for the oldest tile in flight, and until all warps are done with the tile before it."""
-    return UOp.barrier(self.dialect.cp_async_wait(self.stages - 2, *after))
+    arrived = self.dialect.cp_async_wait(self.stages - 2, *after)
+    return UOp.barrier(self.dialect.fence_proxy_async(arrived) if self.fenced else arrived)
 
   def start(self, *after: UOp) -> UOp:
     """Start the first stages - 1 tiles."""
