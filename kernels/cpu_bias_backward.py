@@ -70,7 +70,7 @@ def backward_bias(
   s = Scope()
   item = s.axis(work.items, AxisType.THREAD)
   acc = s.assign(s.buffer(tiles.block_n, tiles.block_m), lambda n, m: 0.0, within=(item,))
-  trips = s.loop(work.trips, item)
+  trips = s.loop(work.trips_of(item), item)
   at = work.at(item, trips.index)
   start = UOp.const(0) if first is None else clamp(first[0].load().cast(dtypes.weakint), 0, M - 1)
   end = at.exists.where(least([UOp.const(M), start + work.M]), 0)

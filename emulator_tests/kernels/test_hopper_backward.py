@@ -170,7 +170,8 @@ SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
     ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting
     ({"masks": (Window(None, 0),), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
     ({"masks": (Window(100, 0),)}, "hopper_backward"),
-    ({"features": ("softcap",)}, "hopper_backward"),
+    ({"features": ("softcap", "attn_mask", "score_mod", "mask_mod", "dropout_p")}, "hopper_fused_backward"),
+    ({"features": ("kv_lengths",)}, "hopper_backward"),
     ({"layouts": (("q", Layout(128 * 4096 * 68, 0, (32 * 4096 * 68, 4096 * 68, 68, 1))),)}, "hopper_backward"),
     ({"layouts": (("q", Layout(128 * 4096 * 72, 8, (32 * 4096 * 72, 4096 * 72, 72, 1))),)}, "hopper_fused_backward"),
     ({"Dk": 136, "Dv": 64}, "hopper_backward"),
