@@ -437,3 +437,13 @@ class CacheOptions(Options, total=False):
   is_causal: bool
   kv_lengths: int | UOp | Tensor | None
   block_mask: BlockMask | None
+
+
+class RingOptions(TypedDict, total=False):
+  """Additional keyword arguments of `RingCache.attend` and `RingCache.prefill`."""
+
+  scale: float | None
+  enable_gqa: bool
+  softcap: float | None
+  sinks: Tensor | None
+  backend: str
