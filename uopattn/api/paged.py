@@ -84,8 +84,11 @@ def attention_paged(
     kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression
       of Variables, or (B,) integer Tensor. Keys beyond the end of the table do not exist.
     q_start: as in `attention`; kv_lengths - M makes the queries the last positions of their sequences.
-    is_causal, scale, enable_gqa, window, softcap, sinks, q_scale, k_scale, v_scale, return_lse, backend: as in
-      `attention`.
+    attn_mask: as in `attention`; broadcasts to (B, Hq, M, max_pages * page_size). Key j of a sequence has column j, and
+      columns beyond kv_lengths may hold anything.
+    block_mask: as in `attention`, of M queries and max_pages * page_size keys.
+    dropout_p, is_causal, scale, enable_gqa, window, softcap, sinks, q_scale, k_scale, v_scale, return_lse, backend: as
+      in `attention`.
     score_mod, mask_mod, aux: as in `attention`; kv_idx is j, the position of the key in its sequence.
 
   Returns:

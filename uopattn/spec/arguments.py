@@ -425,8 +425,11 @@ class VarlenOptions(ScaledOptions, total=False):
 class PagedOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention_paged`."""
 
+  attn_mask: Tensor | None
+  dropout_p: float
   is_causal: bool
   q_start: int | UOp | Tensor
+  block_mask: BlockMask | None
 
 
 class CacheOptions(Options, total=False):
