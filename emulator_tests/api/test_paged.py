@@ -174,7 +174,7 @@ def test_masks_and_dropout(name: str, way: tuple[str, int]) -> None:
   check_masks(name, way[1], way[0])
 
 
-@pytest.mark.kinds(arch=("gfx942", "sm_90", "apple9"))
+@pytest.mark.kinds(arch=("gfx942", "sm_90", "apple9", "cl"))
 @pytest.mark.each("name", "arch", evenly=True)
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "apple9", "cl", "amx"])
 @pytest.mark.parametrize("name", MASKS)
@@ -221,7 +221,7 @@ def test_what_is_no_key_does_not_matter(M: int) -> None:
     case.check(backend)
 
 
-TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90")
+TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90", "apple9", "cl")
 
 
 @pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90"))
