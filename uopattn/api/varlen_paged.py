@@ -42,7 +42,7 @@ def attend_packed(
     longest: the most queries of a sequence.
   """
   total, Hq, Hkv, S = *sizes(q)[:2], sizes(k_pages)[1], sizes(ends)[0] - 1
-  size = min(longest, queries_per_block(total // max(S, 1), Hq // Hkv if Hkv else 1, cast(Devices, q.device)))
+  size = min(longest, queries_per_block(total // max(S, 1), max(1, Hq // max(Hkv, 1)), cast(Devices, q.device)))
   blocks = QueryBlocks.of(ends if S else ends.pad((0, 1)), max(total, 1), size, longest)
   out, lse = attend_pages(blocks.split(q), k_pages, v_pages, blocks.arguments(arguments, q_start), backend)
   return blocks.joined(out)[:total], blocks.joined(lse)[:total].transpose(0, 1)
@@ -59,6 +59,9 @@ def checked(arguments: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, S
   P, Hkv, page_size, _ = sizes(k_pages)
   if k_pages.shape[3] != Dk:
     raise ValueError(f"k_pages has shape {k_pages.shape}, q has {q.shape}; it must be (P, Hkv, page_size, {Dk})")
+  if v_pages.shape[:3] != (P, Hkv, page_size):
+    accepted = f"({P}, {Hkv}, {page_size}, Dv)"
+    raise ValueError(f"v_pages has shape {v_pages.shape}, k_pages has {k_pages.shape}; it must be {accepted}")
   table, mask = cast(Tensor, arguments.page_table), arguments.attn_mask
   check_table(table, S, q.device)
   check_lengths(arguments.kv_lengths, table, P, page_size)
@@ -96,19 +99,14 @@ class QueryBlocks:
 
   Attributes:
     size: places of a block.
-    sequence: the sequence of each block, (blocks,) int32.
-    first: the number, within its sequence, of the query in a block's first place, (blocks,) int32.
-    count: queries of the block's sequence; 0 if the block has none of them, (blocks,) int32.
-    query: the packed query in each place, (blocks, size) int32; some query in a place without one.
+    numbers: (blocks, 4) int32. Of each block its sequence; the number, within that, of the query in its first place;
+      the queries of the sequence, or 0 if the block has none of them; the packed query in its first place.
     place: the place of each packed query among all blocks', (total,) int32; one of the last block for a query of no
       sequence.
   """
 
   size: int
-  sequence: Tensor
-  first: Tensor
-  count: Tensor
-  query: Tensor
+  numbers: Tensor
   place: Tensor
 
   @classmethod
@@ -121,28 +119,38 @@ class QueryBlocks:
       longest: the most queries of a sequence.
     """
     S, device, ends = sizes(ends)[0] - 1, cast(Devices, ends.device), ends.clip(0, total)
-    starts, counts = ends[:-1], ends[1:] - ends[:-1]
-    number, last = Tensor.arange(S), S if longest <= size else S + total // size
+    starts, ends, number = ends[:-1], ends[1:], Tensor.arange(S).cast(dtypes.int)
+    last = S if longest <= size else S + total // size
     base = number if longest <= size else number + starts // size  # the first block of each sequence
-    block, query = Tensor.arange(last + 1), Tensor.arange(total)
-    sequence = _stored((base.unsqueeze(1) <= block).sum(0) - 1, S, device)
-    first = (block - base[sequence]) * size
-    own = _stored((ends[1:].unsqueeze(1) <= query).sum(0), S + 1, device)
-    index = query - starts[_within(own, S)]
-    place = ((own < S) & (index >= 0)).where(base[_within(own, S)] * size + index.minimum(longest - 1), last * size)
-    used = (first < counts[sequence]) & (block < last)
-    return cls(
-      size,
-      sequence,
-      _stored(first, max(total, 1), device),
-      used.where(counts[sequence], 0).cast(dtypes.int),
-      _stored((starts[sequence] + first).unsqueeze(1) + Tensor.arange(size), total, device),
-      _stored(place, (last + 1) * size, device),
-    )
+    block, query = Tensor.arange(last + 1).cast(dtypes.int), Tensor.arange(total).cast(dtypes.int)
+    after = base[1:].pad((0, 1), value=last + 1)
+    of_block, of_query = _lookup(base, after, block), _lookup(starts, ends, query)
+    first = (block - of_block(base)) * size
+    used = (first < of_block(ends - starts)) & (block < last)
+    numbers = of_block(number), first, used.where(of_block(ends - starts), 0), of_block(starts) + first
+    place = of_query(base) * size + (query - of_query(starts)).minimum(longest - 1)
+    place = _within((of_query(ends) > query).where(place, last * size), (last + 1) * size)
+    return cls(size, *(placed(x, device).contiguous() for x in (Tensor.stack(*numbers, dim=-1), place)))
+
+  @property
+  def sequence(self) -> Tensor:
+    """The sequence of each block, (blocks,) int32."""
+    return self.numbers[:, 0]
+
+  @property
+  def first(self) -> Tensor:
+    """The number, within its sequence, of the query in each block's first place, (blocks,) int32."""
+    return self.numbers[:, 1]
+
+  @property
+  def count(self) -> Tensor:
+    """The queries of each block's sequence; 0 if the block has none of them, (blocks,) int32."""
+    return self.numbers[:, 2]
 
   def split(self, x: Tensor) -> Tensor:
     """Return packed rows, (total, H, ...), as (blocks, H, size, ...)."""
-    return taken(x, self.query).transpose(1, 2).contiguous()
+    query = self.numbers[:, 3:] + Tensor.arange(self.size)
+    return taken(x, query).transpose(1, 2).contiguous()
 
   def joined(self, x: Tensor) -> Tensor:
     """Return (blocks, H, size, ...) as packed rows, (total, H, ...)."""
@@ -188,9 +196,10 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
   return x[_within(index, sizes(x)[0])].cast(x.dtype)  # tinygrad gathers ints from a bool Tensor
 
 
-def _stored(x: Tensor, below: int, device: Devices) -> Tensor:
-  """Return integers, clamped to 0 ... below - 1, in an int32 buffer, so that who indexes by them does not compute them."""
-  return placed(_within(x, below).cast(dtypes.int), device).contiguous()
+def _lookup(first: Tensor, end: Tensor, index: Tensor) -> Callable[[Tensor], Tensor]:
+  """Return a function that gathers, for each index, a number of the range first ... end - 1 that it is in, else 0."""
+  own = (first.unsqueeze(1) <= index) & (index < end.unsqueeze(1))
+  return lambda x: own.where(x.unsqueeze(1), 0).sum(0).cast(dtypes.int)
 
 
 def _within(x: Tensor, below: int) -> Tensor:
