@@ -176,7 +176,7 @@ def test_masks_and_dropout(name: str, way: tuple[str, int]) -> None:
 
 @pytest.mark.kinds(arch=("gfx942", "sm_90", "apple9", "cl"))
 @pytest.mark.each("name", "arch", evenly=True)
-@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "apple9", "cl", "amx"])
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "apple9", "cl"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_and_dropout_on_gpus(name: str, arch: str) -> None:
   with on(arch):
