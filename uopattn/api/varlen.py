@@ -38,6 +38,7 @@ def attention_varlen(
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: Literal[False] = False,
   **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
@@ -51,6 +52,7 @@ def attention_varlen(
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: Literal[True],
   **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -64,6 +66,7 @@ def attention_varlen(
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: bool,
   **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -76,6 +79,7 @@ def attention_varlen(
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: bool = False,
   **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -147,16 +151,12 @@ def attention_varlen(
     >>> attention_varlen(q[:3], k_pages, v_pages, [0, 1, 3], None, **pages).flatten().tolist()
     [5.0, 2.0, 4.0]
   """
-  backend, q_start, longest = (
-    options.pop("backend", "auto"),
-    options.pop("q_start", None),
-    options.pop("max_seqlen_q", None),
-  )
+  backend, q_start = options.pop("backend", "auto"), options.pop("q_start", None)
   given = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
   if given.page_table is not None:
-    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, longest, backend)
+    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, max_seqlen_q, backend)
   else:
-    out, lse = _over_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, longest, backend)
+    out, lse = _over_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, max_seqlen_q, backend)
   return (out, lse) if return_lse else out
 
 

@@ -425,7 +425,6 @@ class VarlenOptions(ScaledOptions, total=False):
   block_mask: BlockMask | None
   page_table: Tensor | None
   kv_lengths: int | UOp | Tensor | None
-  max_seqlen_q: int | None
 
 
 class PagedOptions(ScaledOptions, total=False):
