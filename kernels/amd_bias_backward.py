@@ -16,11 +16,14 @@ from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_backward import WaveMma, over_keys
 
 
 class Tiles(BiasTiles):
-  """The block sizes of one kernel; `loop` is a `uopattn.kernels.amd_backward.Tiles`."""
+  """The block sizes of one kernel."""
+
+  loop: amd_backward.Tiles
 
 
 def backward_bias(
@@ -40,7 +43,7 @@ def backward_bias(
   """Build the kernel.
 
   Args:
-    dbias: the sums, float32, in `BiasWork.shape`.
+    dbias: the sums, in `BiasWork.shape`.
     q, k, v, do, lse, delta: as for `uopattn.kernels.amd_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.

@@ -1,8 +1,9 @@
 """Trains a small language model with uopattn's attention and with tinygrad's own, and compares loss curves and speed.
 
-The model is a decoder over the characters of Python's licence. All trainings start from the same weights and use the
-same pieces of text; they take turns, with steps replayed by `TinyJit`. A third training measures the effect of rounding
-on the curve. The exit status is 1 if the curves disagree, 2 if nothing could be trained.
+The model is a decoder over the characters of Python's licence, with learnt positions, or a learned bias by distance.
+All trainings start from the same weights and use the same pieces of text; they take turns, with steps replayed by
+`TinyJit`. A third training measures the effect of rounding on the curve. The exit status is 1 if the curves disagree, 2
+if nothing could be trained.
 """
 
 import argparse
@@ -12,17 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from tiny_model import Attention, Text, TinyModel
+from tiny_model import BIASES, NO_BIAS, Attention, RelativeBias, Text, TinyModel
 from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.nn.optim import AdamW
 
 from uopattn import attention
+from uopattn.dsl import sizes
 from uopattn.measure.problem import devices
 from uopattn.measure.program import check_writable, exit_status, take_device
 from uopattn.proof.oracle import Array
@@ -36,13 +37,25 @@ KERNEL, SDPA, REVERSED = "uopattn", "tinygrad", "tinygrad, keys in reverse order
 sdpa = Tensor.scaled_dot_product_attention
 
 
-def in_reverse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+def by_kernels(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: RelativeBias | None = None) -> Tensor:
+  given: dict[str, Any] = {} if bias is None else bias.arguments(sizes(q)[2])
+  return attention(q, k, v, is_causal=is_causal, backend="kernel", **given)
+
+
+def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: RelativeBias | None = None) -> Tensor:
+  if bias is None:
+    return sdpa(q, k, v, is_causal=is_causal)
+  return sdpa(q, k, v, attn_mask=bias.mask(sizes(q)[2]))
+
+
+def in_reverse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: RelativeBias | None = None) -> Tensor:
   """Attend with tinygrad's own attention, keys and head size reversed, which sums the same numbers in another order."""
-  seen = Tensor.ones(q.shape[2], k.shape[2], dtype="bool").tril() if is_causal else None
-  return sdpa(q.flip(3), k.flip(2, 3), v.flip(2), attn_mask=None if seen is None else seen.flip(1))
+  M, N = sizes(q)[2], sizes(k)[2]
+  mask = bias.mask(M) if bias is not None else Tensor.ones(M, N, dtype="bool").tril() if is_causal else None
+  return sdpa(q.flip(3), k.flip(2, 3), v.flip(2), attn_mask=None if mask is None else mask.flip(-1))
 
 
-ATTENTIONS: dict[str, Attention] = {KERNEL: partial(attention, backend="kernel"), SDPA: sdpa, REVERSED: in_reverse}
+ATTENTIONS: dict[str, Attention] = {KERNEL: by_kernels, SDPA: by_tinygrad, REVERSED: in_reverse}
 
 
 class Training:
@@ -202,9 +215,10 @@ def run(arguments: argparse.Namespace) -> bool:
       check_writable(f"{option} {path}", path)
   take_device("train_tiny")
   text = Text.of_python()
-  model = TinyModel(len(text.letters), a.layers, a.heads, a.head_dim, a.context)
+  model = TinyModel(len(text.letters), a.layers, a.heads, a.head_dim, a.context, a.bias)
+  of_bias = "" if a.bias == NO_BIAS else f", bias {a.bias}"
   print(f"{text.name}: {len(text.ids)} characters, {len(text.letters)} different ones")
-  print(f"layers {a.layers}, heads {a.heads} of {a.head_dim}, context {a.context}, batch {a.batch}")
+  print(f"layers {a.layers}, heads {a.heads} of {a.head_dim}, context {a.context}, batch {a.batch}{of_bias}")
   print(f"{'step':>4}  {KERNEL:>10}  {SDPA:>10}  difference", flush=True)
   over = devices(a.devices) if a.devices > 1 else ()
   if a.devices < 1 or a.batch % a.devices:
@@ -239,6 +253,12 @@ def argument_parser() -> argparse.ArgumentParser:
   numbers = {"steps": 50, "layers": 2, "heads": 4, "head-dim": 32, "context": 512, "batch": 2}
   for name, default in numbers.items():
     parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="(default: %(default)s)")
+  parser.add_argument(
+    "--bias",
+    choices=BIASES,
+    default=NO_BIAS,
+    help="a learned bias by distance in the place of positions: T5's buckets, or slopes (default: %(default)s)",
+  )
   parser.add_argument(
     "--devices", type=int, default=1, metavar="N", help="of uopattn's training (default: %(default)s)"
   )

@@ -12,7 +12,7 @@ from tinygrad.helpers import tqdm
 
 from uopattn.dsl.schedule import Schedule
 from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
-from uopattn.plan.dispatch import NoKernel, schedules_on
+from uopattn.plan.dispatch import NoKernel, all_schedules_on
 from uopattn.plan.target import is_emulated
 from uopattn.runtime.machine import usable_cores
 from uopattn.trust.cover import probes_of
@@ -72,7 +72,7 @@ def run(kernels: list[str], jobs: int, quick: bool, timed: bool, file: str | Non
 
 def _schedules(backward: bool) -> tuple[Schedule, ...]:
   try:
-    return schedules_on(default_target(), backward)
+    return all_schedules_on(default_target(), backward)
   except NoKernel as error:
     raise Usage(str(error)) from error
 

@@ -16,8 +16,6 @@ from uopattn import BlockMask, attention
 from uopattn.dsl.cpu import gradients as cpu
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.plan import bias, gradient
-from uopattn.runtime.log import log_once
-from uopattn.trust import guard
 
 Array = np.ndarray[Any, Any]
 Options = dict[str, Any]
@@ -234,22 +232,6 @@ def test_at_most_a_few_blocks_of_scores_are_kept(mod: Any, monkeypatch: pytest.M
   monkeypatch.setattr(Buffer, "allocate", allocated)
   grad.realize()
   assert peak <= 5 * bias.BLOCK_BYTES
-
-
-@pytest.mark.parametrize("wanted", ["", "0", "1"])
-def test_where_it_has_not_run_plain_ops_compute(wanted: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-  log_once.cache_clear()
-  monkeypatch.setenv("UOPATTN_CHECK", wanted)
-  monkeypatch.setattr(guard, "_is_unknown", lambda kernel, device, dev: kernel == "cpu_bias_backward")
-  monkeypatch.setattr(guard, "is_checked", lambda kernel, device: False)
-  q, k, v = qkv(1, 2, 2, 20, 30, 16, 16)
-  mask = Tensor(normal(1, 2, 20, 30))
-  with caplog.at_level("INFO", logger="uopattn"):
-    (got,) = attention(q, k, v, mask).square().sum().gradient(mask)
-  said = any("cpu_bias_backward has not run on this kind of card yet" in x for x in caplog.messages)
-  assert said == (wanted != "0")
-  want = attention(q, k, v, mask, backend="reference").square().sum().gradient(mask)[0]
-  np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5)
 
 
 MISTAKES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {

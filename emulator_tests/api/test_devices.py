@@ -11,6 +11,8 @@ from tinygrad.engine.realize import runtime_cache
 import uopattn.plan.context_parallel as context_parallel
 import uopattn.plan.sharded as sharded
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen
+from uopattn.plan import bias, gradient
+from uopattn.runtime.log import log_once
 from uopattn.runtime.threads import ThreadedProgram
 
 DEVICES = ("CPU", "CPU:1")
@@ -29,9 +31,9 @@ def put(x: Any, axis: int | None, devices: tuple[str, ...] | None) -> Tensor:
 
 
 def computed(
-  xs: list[Any], axes: Any, devices: tuple[str, ...] | None, gradients: bool, **options: Any
+  xs: list[Any], axes: Any, devices: tuple[str, ...] | None, gradients: bool, biases: bool = False, **options: Any
 ) -> list[Tensor]:
-  """Output, LSE and gradients; arrays among the options are (array, axis)."""
+  """Output, LSE and gradients, of biases if they are asked for; arrays among the options are (array, axis)."""
   q, k, v = (put(x, axis, devices) for x, axis in zip(xs, axes, strict=True))
   given: dict[str, Any] = {
     n: put(x[0], x[1], devices) if isinstance(x, tuple) and n != "aux" else x for n, x in options.items()
@@ -41,6 +43,8 @@ def computed(
   found: list[Tensor] = [*attention(q, k, v, return_lse=True, enable_gqa=True, backend="kernel", **given)]
   if gradients:
     leaves = [q, k, v, *(x for name, x in given.items() if name == "sinks")]
+    if biases:
+      leaves += [x for x in (*given.get("aux", ()), given.get("attn_mask")) if x is not None and x.is_floating_point()]
     found += (found[0].square().sum() + found[1].sum()).gradient(*leaves)
   Tensor.realize(*found)
   return found
@@ -61,12 +65,16 @@ def close(xs: list[Any], axes: Any, devices: tuple[str, ...], **options: Any) ->
   """Fails unless the output and the LSE pass the gate, and gradients are those of one device but for rounding."""
   two = computed(xs, axes, devices, gradients=True, **options)
   assert [x.uop.axis for x in two[:5]] == [axes[0], axes[0], *axes]
-  one = computed(xs, axes, None, gradients=True, **options)
+  near(computed(xs, axes, None, gradients=True, **options), two, xs[0].dtype)
+
+
+def near(one: list[Tensor], two: list[Tensor], dtype: Any) -> None:
+  """Fails unless results are the same but for rounding."""
   for a, b in zip(one, two, strict=True):
     want, got = a.numpy().astype(np.float64), b.numpy().astype(np.float64)
     seen = np.isfinite(want)
     np.testing.assert_array_equal(seen, np.isfinite(got))
-    assert np.abs(want - got)[seen].max() <= 16 * np.finfo(xs[0].dtype).eps * np.abs(want[seen]).max()
+    assert np.abs(want - got)[seen].max() <= 16 * np.finfo(dtype).eps * np.abs(want[seen]).max()
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (1, 1, 1), (0, None, 0), (None, 1, 1), (None, None, None)])
@@ -112,6 +120,81 @@ def test_a_part_that_goes_by_its_own_numbers_is_noticed(monkeypatch: pytest.Monk
   monkeypatch.setattr(sharded, "device_number", lambda count: UOp.const(0))
   with pytest.raises(AssertionError):
     same_bits(arrays(*HEADS), (1, 1, 1), False, score_mod=by_head)
+
+
+def with_biases(axis: int | None) -> dict[str, Any]:
+  """An additive mask, and a score_mod that reads by head, distance, batch and key, by buckets and pairs."""
+  random = np.random.default_rng(2)
+
+  def normal(*shape: int) -> Any:
+    return random.standard_normal(shape).astype(np.float32)
+
+  def mod(x: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, table: Any, keys: Any, small: Any, at: Any) -> Any:
+    return (
+      x * keys[b, j] + slopes[h] * (j - i) * 0.1 + table[h, j - i + 39] + small[at[j - i + 39], h] + small[at[i], b]
+    )
+
+  aux = normal(4), normal(4, 87), normal(2, 48), normal(8, 4), random.integers(0, 8, 87).astype(np.int32)
+  mask = normal(*(1 if axis == 0 else 2, 4, 40, 48)), axis if axis == 1 else None
+  return {"attn_mask": mask, "score_mod": mod, "aux": tuple((x, None) for x in aux), "is_causal": True}
+
+
+def by_distance() -> dict[str, Any]:
+  """A bias per head and distance, for few heads."""
+  table = np.random.default_rng(2).standard_normal((2, 87)).astype(np.float32)
+  return {"score_mod": lambda x, b, h, i, j, table: x + table[h, j - i + 39], "aux": ((table, None),)}
+
+
+@pytest.fixture
+def no_plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+  def refused(*given: Any) -> None:
+    raise AssertionError("plain ops")
+
+  monkeypatch.setattr(gradient, "of_scores", refused)
+
+
+@pytest.mark.usefixtures("no_plain_ops")
+@pytest.mark.parametrize("axis", [1, 0, pytest.param(None, marks=pytest.mark.slow)])
+def test_biases_by_kernels(axis: int | None) -> None:
+  """Each device sums up what belongs to its batches or heads, at the places of the whole."""
+  with Context(TRAINING=1):
+    found = []
+    for devices in (None, DEVICES):
+      Tensor.manual_seed(1)
+      options = with_biases(axis) | {"dropout_p": 0.2}
+      found.append(computed(arrays(*HEADS), (axis,) * 3, devices, gradients=True, biases=True, **options))
+  near(found[0], found[1], np.float32)
+  assert [x.uop.axis for x in found[1][5:]] == [*[None] * 4, axis if axis == 1 else None]
+
+
+@pytest.mark.usefixtures("no_plain_ops")
+def test_biases_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(bias, "BLOCK_BYTES", 4 * 150 * 64)
+  of = np.random.default_rng(0).integers(0, 8, (150, 150)).astype(np.int32)
+  options = {
+    "attn_mask": (np.ones((2, 1, 1, 1), np.float32), 0),
+    "score_mod": lambda x, b, h, i, j, table, of: x + table[of[i, j], h],
+    "aux": ((np.linspace(0, 1, 16, dtype=np.float32).reshape(8, 2), None), (of, None)),
+  }
+  found = [
+    computed(arrays(2, 2, 2, 150, 150), (1, 1, 1), x, gradients=True, biases=True, **options) for x in (None, DEVICES)
+  ]
+  near(found[0], found[1], np.float32)
+
+
+@pytest.mark.parametrize("what", ["numbers", "sum"])
+def test_biases_at_the_places_of_a_part_are_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  if what == "numbers":
+    right = bias.on_each
+    monkeypatch.setattr(bias, "on_each", lambda x, devices: right(x * 0, devices))
+  else:
+    right_gradient = sharded.gradient_of
+    monkeypatch.setattr(sharded, "gradient_of", lambda x, part, axis, summed: right_gradient(x, part, axis, False))
+  found = [
+    computed(arrays(*HEADS), (1, 1, 1), x, gradients=True, biases=True, **with_biases(1)) for x in (None, DEVICES)
+  ]
+  with pytest.raises(AssertionError):
+    near(found[0], found[1], np.float32)
 
 
 @pytest.mark.each("axis")
@@ -167,6 +250,26 @@ def test_varlen(axis: int) -> None:
     )
     found.append(out.numpy())
   np.testing.assert_allclose(found[0], found[1], rtol=0, atol=0 if axis == 1 else 2e-6)
+
+
+@pytest.mark.parametrize("axis", [1, None])
+def test_packed_queries_over_pages(axis: int | None) -> None:
+  """By heads, also with a mask of them, or whole on every device."""
+  random, found = np.random.default_rng(0), []
+  shapes = (24, 4, 16), (9, 2, 16, 16), (9, 2, 16, 16), (4, 24, 48)
+  q, k, v, mask = (random.standard_normal(x).astype(np.float32) for x in shapes)
+  ints = [np.array(x, np.int32) for x in ([0, 1, 20], [[7, 3, 5], [7, 2, 0]], [40, 25])]
+  for devices in (None, DEVICES):
+    a, b, c = (put(x, axis, devices) for x in (q, k, v))
+    cu, table, lengths = (put(x, None, devices) for x in ints)
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "attn_mask": put(mask, axis and 0, devices)}
+    out, lse = attention_varlen(
+      a, b, c, cu, None, page_table=table, kv_lengths=lengths, return_lse=True, backend="kernel", **options
+    )
+    found.append([out.numpy(), lse.numpy()])
+    assert devices is None or out.uop.axis == axis
+  for one, two in zip(*found, strict=True):
+    np.testing.assert_array_equal(one, two)
 
 
 def test_views_are_read_in_place_and_written_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -228,6 +331,20 @@ def test_mods_of_sequences_go_by_the_numbers_of_the_whole() -> None:
   close(arrays(*HEADS), (2, 2, 2), DEVICES, **mods)
 
 
+@pytest.mark.usefixtures("no_plain_ops")
+@pytest.mark.parametrize("axes", [(2, 2, 2), pytest.param((2, None, None), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(1, 4, 40, 40), pytest.param((2, 1, 1, 40), marks=pytest.mark.slow)])
+def test_masks_of_sequences_by_kernels(shape: tuple[int, ...], axes: tuple[int | None, ...]) -> None:
+  mask = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+  close(arrays(2, 4, 2, 40, 40), axes, DEVICES, biases=True, attn_mask=(mask, None), is_causal=True)
+
+
+def test_mods_of_sequences_have_gradients_by_plain_ops(caplog: pytest.LogCaptureFixture) -> None:
+  log_once.cache_clear()
+  close(arrays(1, 2, 2, 40, 48), (2, 2, 2), DEVICES, biases=True, **by_distance())
+  assert sum("devices divide the sequence, and score_mod counts in the whole one" in x for x in caplog.messages) == 1
+
+
 @pytest.mark.kinds(block=(16,))
 @pytest.mark.parametrize("block", [10, 16], ids=["as the parts", "across the parts"])
 def test_a_block_mask_of_sequences(block: int) -> None:
@@ -263,6 +380,15 @@ def test_emulated_gpus(arch: str, axis: int) -> None:
   xs = [x.astype(np.float16) for x in arrays(1, 2, 2, 64, 64, 32)]
   with on(arch):
     close(xs, (axis,) * 3, EMULATED, is_causal=True)
+
+
+@pytest.mark.usefixtures("no_plain_ops")
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("gfx942", marks=pytest.mark.slow)])
+def test_biases_on_emulated_gpus(arch: str) -> None:
+  xs = [x.astype(np.float16) for x in arrays(1, 2, 2, 40, 48)]
+  with on(arch):
+    found = [computed(xs, (1, 1, 1), x, gradients=True, biases=True, **by_distance()) for x in (None, EMULATED)]
+  near(found[0], found[1], np.float16)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from helpers import on, placed
 from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes, function
 
-from uopattn import attention
+from uopattn import BlockMask, attention
 
 H, N, D = 2, 40, 16
 
@@ -164,6 +164,28 @@ def test_gradients(name: str, precompile: bool) -> None:
       x = [*inputs(target), placed(random.standard_normal(H, np.float32))]
       for got, want in zip(captured(*x), step(of_views, *x), strict=True):
         np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-5, atol=1e-4)  # tinygrad's own sums differ
+
+
+@pytest.mark.parametrize("devices", [None, ("CPU", "CPU:1")])
+def test_block_mask_that_no_call_has_seen(devices: tuple[str, ...] | None) -> None:
+  """The lists of tiles are made while the function is traced; a mask itself cannot be, and it has no gradients."""
+  x = [y if devices is None else y.shard(devices, axis=2).realize() for y in inputs("CPU")]
+
+  def of_mask(mask: BlockMask, *x: Tensor) -> Tensor:
+    q, k, v = (y.transpose(1, 2) for y in x)
+    return attention(q, k, v, block_mask=mask, backend="kernel").square()
+
+  def mask() -> BlockMask:
+    return BlockMask.of(lambda b, h, i, j: (j <= i) & (j > i - 9), 1, 1, N, N, block_m=8, block_n=8)
+
+  unseen, seen = mask(), mask()
+  f = function(lambda *x: of_mask(unseen, *x), allow_implicit=True)
+  want = of_mask(seen, *x)
+  np.testing.assert_allclose(f(*x).numpy(), want.numpy(), atol=1e-6)
+  with pytest.raises(NotImplementedError, match=r"^inside a tinygrad.function kernels have [^\n]* block_mask[^\n]*$"):
+    f(*x).sum().gradient(*x)
+  with pytest.raises(ValueError, match=r"^a BlockMask cannot be made inside a tinygrad.function; [^\n]*$"):
+    function(lambda *x: of_mask(mask(), *x), allow_implicit=True)(*x)
 
 
 def test_where_there_are_no_gradients_one_line_says_so() -> None:

@@ -20,6 +20,7 @@ def of_results(x: Tensor, cache: KVCache, flag: bool) -> None:
   assert_type(attention(x, x, x, return_lse=flag), Tensor | Pair)
   assert_type(attention_varlen(x, x, x, [0, 1], [0, 1], q_start=3), Tensor)
   assert_type(attention_varlen(x, x, x, [0, 1], [0, 1], return_lse=True), Pair)
+  assert_type(attention_varlen(x, x, x, x, None, page_table=x, kv_lengths=x, max_seqlen_q=1), Tensor)
   assert_type(attention_paged(x, x, x, x, 3, is_causal=True), Tensor)
   assert_type(attention_paged(x, x, x, x, 3, return_lse=True), Pair)
   assert_type(cache.attend(x, 0, window=(3, None)), Tensor)

@@ -167,13 +167,14 @@ def test_what_is_not_served_is_left_out() -> None:
   assert not kernel.is_right
 
 
-@pytest.mark.kinds(backward=(True,))
-@pytest.mark.parametrize("backward", [False, True])
-def test_speed(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.kinds(kernel=("cpu_backward", "cpu_bias_backward"))
+@pytest.mark.parametrize("kernel", ["cpu_forward", "cpu_backward", "cpu_bias_backward"])
+def test_speed(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.trust.speed.ON_CPU", ((1, 2, 2, 32, 32, 16, 16),))
   monkeypatch.setattr("uopattn.trust.speed.PRODUCT", {True: 32})
   monkeypatch.setattr("uopattn.trust.speed.ROUNDS", 1)
-  found = speed("cpu_backward" if backward else "cpu_forward", backward, "CPU")
+  backward = kernel != "cpu_forward"
+  found = speed(kernel, backward, "CPU")
   assert found is not None
   assert set(found) == {"uopattn", "product", "sizes", "dtype"} | ({"tinygrad"} - ({"tinygrad"} if backward else set()))
   assert found["uopattn"] > 0

@@ -1,6 +1,8 @@
 """Self-checks: a kernel that is wrong, fails or never ends on a machine is not used there; others cost one check."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,14 +11,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conformance import CPU, ONCE, SUBJECTS
+from gradients import check_gradients
 from helpers import check_attention, inputs, on, qkv
-from tinygrad import Tensor, TinyJit, dtypes, function, helpers
+from mistakes import Mistake
+from tinygrad import Context, Tensor, TinyJit, dtypes, function, helpers
 from tinygrad.dtype import DType
 
 from uopattn import attention, flash
-from uopattn.plan.dispatch import backward_on, every_schedule, launch_on, launches_of, schedules_on
+from uopattn.dsl.gpu import bias_mainloop
+from uopattn.dsl.rules.bias import Bias, BiasWork, Places
+from uopattn.plan import gradient
+from uopattn.plan.dispatch import (
+  all_schedules_on,
+  backward_on,
+  every_schedule,
+  launch_on,
+  launches_of,
+  schedules_on,
+)
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
@@ -80,20 +95,20 @@ def spec_of(**options: Any) -> Any:
 def test_probes_have_the_features_of_what_they_stand_for(backward: bool) -> None:
   """What a probe makes of its features is an attention that has them, and whose own probe is of the same kind."""
   count = 0
-  for schedule in schedules_on(target_of(CPU), backward):
+  for schedule in all_schedules_on(target_of(CPU), backward):
     for probe in probes_of(replace(schedule, dtypes=schedule.dtypes[1:2]), backward):
       if (prepared := served(probe)) is not None:
         assert features_of(prepared.spec) == tuple(sorted(probe.features))
         again = Probe.of(prepared.launches, backward)
         assert replace(again, sizes=probe.sizes, tiles=(), pack_gqa=1, splits=1) == probe
-        assert Probe.read(asdict(again)) == again
+        assert Probe.read(json.loads(json.dumps(asdict(again)))) == again
         count += 1
   assert count > 15
 
 
-def served(probe: Probe) -> Any:
+def served(probe: Probe, device: str = CPU) -> Any:
   try:
-    return probe.prepare(CPU)
+    return probe.prepare(device)
   except ValueError:
     return None
 
@@ -126,6 +141,77 @@ def test_probes_of_right_kernels_are_right(features: tuple[str, ...], backward: 
   sizes = (1 if "bounds" in features else 2, 4, 2, 40, 64, 24, 16)
   found = outcome.outcome(Probe(kernel, backward, sizes, "float", "float", features), CPU)
   assert (found.verdict, found.reason) == (RIGHT, "")
+
+
+# Of each kind, and of some of the queries, by which a mask and what a score_mod reads may go.
+BIASES = [
+  (Bias(False, True, Places.PAIRS), ("attn_mask float -hmn", "is_causal")),
+  (Bias(True, False, Places.KEYS), ("attn_mask float b--n",)),
+  (Bias(False, True, Places.QUERIES, (0, 0)), ("score_mod", "window left")),
+  (Bias(False, False, Places.ALL, (0, 0)), ("score_mod", "attn_mask bool --mn")),
+  (Bias(False, True, Places.DISTANCES, (0, 0)), ("score_mod", "kv_lengths Tensor")),
+  (Bias(False, False, Places.PAIRS, (0, 0), 64), ("score_mod",)),
+]
+
+
+@pytest.mark.parametrize(("bias", "features"), BIASES, ids=str)
+def test_probes_of_right_biases_are_right(bias: Bias, features: tuple[str, ...]) -> None:
+  sizes = (2, 4, 2, 77, 64, 24, 16)
+  found = outcome.outcome(Probe("cpu_bias_backward", True, sizes, "float", "float", features, bias=bias), CPU)
+  assert (found.verdict, found.reason) == (RIGHT, "")
+
+
+EACH_GPU = ["sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apple9", "gfx942", "gfx1100", "cl"))]
+
+
+@pytest.mark.parametrize("arch", [*EACH_GPU, pytest.param("sm_90", marks=pytest.mark.slow)])
+def test_probes_of_biases_on_gpus_have_their_tiles(arch: str) -> None:
+  """The tiles of a probe are those of its launch, but for the parts: an item has several trips if it had several."""
+  count = 0
+  with on(arch):
+    of_bias = [x for x in all_schedules_on(target_of("EMU"), True) if x.of_bias]
+    probes = [x for schedule in of_bias for x in probes_of(replace(schedule, dtypes=(dtypes.half,)), True)]
+    for prepared in (found for x in probes if (found := served(x, "EMU")) is not None):
+      (first,) = prepared.launches
+      parts = BiasWork.of(first.spec, first.tiles).reduced  # one trip for each
+      for launch in (first, replace(first, tiles=replace(first.tiles, parts=parts))):
+        if launch is not first and first.schedule.name == "hopper_bias_backward":  # serves items of several trips
+          continue
+        again = Probe.of((launch,), True)
+        assert Probe.read(json.loads(json.dumps(asdict(again)))) == again
+        (made,) = again.prepare("EMU").launches
+        assert replace(made.tiles, parts=1) == replace(launch.tiles, parts=1)
+        trips = (BiasWork.of(x.spec, x.tiles).trips for x in (launch, made))
+        assert len({x > 1 for x in trips}) == 1
+        count += 1
+  assert count > 15
+
+
+OF_CPU = Mistake(BiasWork, "kept_head", lambda right: lambda self, item: right(self, item) * 0)
+OF_GPUS = Mistake(bias_mainloop, "numbers", lambda right: lambda rows: {at: n // 2 for at, n in right(rows).items()})
+
+
+@pytest.mark.parametrize("arch", [CPU, *EACH_GPU])
+def test_a_mistake_in_a_bias_is_found_and_the_kernel_not_used(
+  arch: str, here: list[Probe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+  """Plain ops compute the gradient, with one line that says why. Mended, the kernel is used."""
+  monkeypatch.setattr(guard, "is_checked", lambda kernel, device: kernel.endswith("bias_backward"))
+  kernel = r"\w+_bias_backward did not pass its check on this machine"
+  with on(arch) if arch != CPU else Context():
+    q, k, v = inputs(2, 2, 1, 20, 33, 16, 16) if arch != CPU else qkv(2, 2, 1, 20, 33, 16, 16)
+    options = {"attn_mask": np.random.default_rng(0).standard_normal((1, 2, 1, 33)).astype(np.float32)}
+    with (OF_CPU if arch == CPU else OF_GPUS).made():
+      check_gradients(q, k, v, options)
+      check_gradients(q, k, v, options)
+    said = [x for x in caplog.messages if re.search(kernel, x)]
+    assert len(said) == 1
+    assert "the gradient of attn_mask goes through plain tinygrad ops" in said[0]
+    VERDICTS.clear()
+    guard.forget()
+    monkeypatch.setattr(gradient, "of_scores", None)
+    check_gradients(q, k, v, options)
+  assert [str(x.bias) for x in here] == ["dbias[h, j]"] * 2
 
 
 OFTEN = ("cpu",)  # subjects of the quick suite

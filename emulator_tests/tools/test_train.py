@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import train_tiny
-from tiny_model import Text, TinyModel
+from tiny_model import NO_BIAS, SLOPES, T5, RelativeBias, Text, TinyModel
 from tinygrad import Context, Tensor
 from train_tiny import ATTENTIONS, KERNEL, REVERSED, SDPA, Comparison, Training, milliseconds, train
+
+from uopattn.plan import gradient
 
 MODEL = TinyModel(letters=76, layers=1, heads=2, head_dim=16, context=48)
 STEPS, BATCH = 5, 2
@@ -77,9 +79,40 @@ def test_curves_agree_and_those_of_wrong_gradients_do_not(wrong: tuple[str, ...]
     assert not off.agrees, (name, off)
 
 
+def with_bias_gradient(mixed: Change) -> Callable[..., Tensor]:
+  """The kernel with another gradient of the bias."""
+
+  def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: RelativeBias) -> Tensor:
+    return ATTENTIONS[KERNEL](q, k, v, is_causal=is_causal, bias=replace(bias, weight=mixed(bias.weight)))
+
+  return attend
+
+
+# AdamW does not see a factor on the whole gradient.
+WRONG_BIAS = {
+  "a tenth of another head's": with_bias_gradient(lambda x: x + with_gradient(x.roll(1, -1), 0.1) - x.roll(1, -1)),
+  "none": with_bias_gradient(Tensor.detach),
+}
+
+
 @pytest.mark.slow
-def test_two_devices_train_as_one(text: Text) -> None:
-  *_, trainings = train(MODEL, text, BATCH, STEPS, 0, ATTENTIONS, ("CPU", "CPU:1"))
+@pytest.mark.parametrize("bias", [T5, pytest.param(SLOPES, marks=pytest.mark.slowest)])
+def test_a_learned_bias(bias: str, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+  """By kernels it trains as by tinygrad's attention with an additive mask; with wrong gradients it does not."""
+  monkeypatch.setattr(gradient, "of_scores", lambda *given: pytest.fail("plain ops"))
+  model = replace(MODEL, bias=bias)
+  *_, trainings = train(model, text, BATCH, STEPS, 0, ATTENTIONS | WRONG_BIAS)
+  comparison = Comparison.of(trainings)
+  assert comparison.agrees, comparison
+  for name in WRONG_BIAS:
+    off = Comparison.of(trainings | {KERNEL: trainings[name]})
+    assert not off.agrees, (name, off)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [NO_BIAS, T5])
+def test_two_devices_train_as_one(bias: str, text: Text) -> None:
+  *_, trainings = train(replace(MODEL, bias=bias), text, BATCH, STEPS, 0, ATTENTIONS, ("CPU", "CPU:1"))
   assert Comparison.of(trainings).agrees
 
 
@@ -121,6 +154,7 @@ def test_the_script_says_so(off: float, status: int, verdict: str, tmp_path: Pat
     (("--steps", "2"), "--steps is 2; it must be at least 3"),
     (("--head-dim", "0"), "--head-dim is 0; it must be at least 1"),
     (("--context", "20000"), "a piece would take 20001"),
+    (("--bias", "alibi"), "argument --bias: invalid choice: 'alibi' (choose from 'none', 't5', 'slopes')"),
     (("--json", "/nowhere/a.json"), "--json /nowhere/a.json: there is no such folder"),
   ],
 )

@@ -6,7 +6,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import capturing
 
-from uopattn.api.paged import _as_int, _at_hand, _check_table, _lengths
+from uopattn.api.paged import _as_int, _at_hand, _lengths, check_table
 from uopattn.dsl import sizes
 from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
 from uopattn.kernels.append import PagedRows
@@ -140,7 +140,7 @@ def _placed(
   for name, other in others.items():
     if isinstance(other, Tensor):
       check_device(name, other, k_pages.device, "k_pages")
-  _check_table(page_table, k)
+  check_table(page_table, B, k.device)
   check_place("start", start, B)
   if lengths is not None:
     check_tensor_of("lengths", lengths, (B,), dtypes.ints, "an integer dtype")

@@ -24,7 +24,7 @@ from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.shards import Devices, devices_of, on_each
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
@@ -41,9 +41,14 @@ AXES = 4  # batch, head, query and key; of a bias by distance, the last one is t
 
 def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
   """Return the gradient of an additive mask of four axes. Raises NoKernel."""
-  batches, heads, queries, keys = (n > 1 for n in sizes(mask))
-  sums = _sums(residuals, arguments, Bias(batches, heads, OF_MASK[queries, keys]))
+  sums = _sums(residuals, arguments, mask_bias(sizes(mask)))
   return sums.reshape(mask.shape).cast(mask.dtype)
+
+
+def mask_bias(shape: Sequence[int]) -> Bias:
+  """Return the bias that an additive mask of four axes is."""
+  batches, heads, queries, keys = (n > 1 for n in shape)
+  return Bias(batches, heads, OF_MASK[queries, keys])
 
 
 def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]) -> list[Tensor | None]:
@@ -54,7 +59,9 @@ def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]
   """
   spec = residuals.spec
   assert spec.score_mod is not None
-  numbers, score, reads = spec.score_mod.reads((spec.B, spec.Hq, spec.M, spec.N), arguments.aux)
+  if any(isinstance(x, UOp) for x in spec.origin.first[2:]):
+    raise NoKernel("devices divide the sequence, and score_mod counts in the whole one")
+  numbers, score, reads = spec.score_mod.reads((*_heads(residuals), spec.M, spec.N), arguments.aux)
   if any(score in _symbols(index) for i in aux for index in reads[i]):
     raise NoKernel("score_mod reads aux at an index that depends on the score")
   found: list[Tensor | None] = []
@@ -96,18 +103,30 @@ class Read:
   def gradients(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> list[Tensor]:
     """Return parts of the gradient of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
     spec, places = residuals.spec, self.bias.places
-    heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
+    B, Hq = _heads(residuals)
+    heads = (B if self.bias.batches else 1) * (Hq if self.bias.heads else 1)
     count = max(1, BLOCK_BYTES // (4 * heads * spec.N * ROWS)) * ROWS
     if places is not Places.PAIRS or self._axes is not None or count >= spec.M:
-      sums = _sums(residuals, arguments, self.bias)
+      sums = self._of_all(residuals, _sums(residuals, arguments, self.bias))
       firsts = (0, 0, 0, 1 - spec.M if places is Places.DISTANCES else 0)
       moved = self._moved(sums, sizes(x), firsts)
       return [self._looked_up(sums, x, arguments, firsts) if moved is None else moved]
 
     def look_up(sums: Tensor, first: Tensor) -> Tensor:
-      return self._looked_up(sums, x, arguments, (0, 0, first, 0))
+      return self._looked_up(self._of_all(residuals, sums), x, arguments, (0, 0, first, 0))
 
     return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
+
+  def _of_all(self, residuals: Residuals, sums: Tensor) -> Tensor:
+    """Return sums of all batches and heads. Where devices divide them, each has those of its part, and 0 for others."""
+    devices = devices_of(cast(Devices, residuals.q.device))
+    for axis, depends in enumerate((self.bias.batches, self.bias.heads)):
+      first, before, n, after = residuals.spec.origin.first[axis], *_around(sizes(sums), axis)
+      if depends and isinstance(first, UOp):
+        own = (Tensor.arange(len(devices)) * n).eq(on_each(first, devices))
+        parts = sums.reshape(*before, 1, n, *after) * own.reshape(-1, *[1] * (1 + len(after)))
+        sums = parts.reshape(*before, len(devices) * n, *after).contiguous()
+    return sums
 
   @functools.cached_property
   def _axes(self) -> list[tuple[int | None, int]] | None:
@@ -182,12 +201,23 @@ def _symbols(index: Sequence[UOp]) -> set[UOp]:
   return {u for x in index for u in x.simplify().toposort()}
 
 
+def _around(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+  return shape[:axis], shape[axis], shape[axis + 1 :]
+
+
+def _heads(residuals: Residuals) -> tuple[int, int]:
+  """Return the batches and query heads by which a score_mod goes: those of all devices that divide them."""
+  s, count = residuals.spec, len(devices_of(cast(Devices, residuals.q.device)))
+  B, Hq = (n * (count if isinstance(x, UOp) else 1) for n, x in zip((s.B, s.Hq), s.origin.first, strict=False))
+  return B, Hq
+
+
 def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
-  """Return the sums of a bias's gradients, (batches, heads, queries, keys or distances). Raises NoKernel."""
-  spec = _spec_of(residuals, bias)
+  """Return the sums of a bias's gradients, as of `summed`. Raises NoKernel."""
+  spec = with_bias(residuals.spec, bias)
   launch = _launch(residuals, spec)
   found = launch.run(cast(Devices, residuals.q.device), residuals.given(arguments), arguments.variables(), no_further)
-  return _summed(found["dbias"], BiasWork.of(spec, launch.tiles))
+  return summed(found["dbias"], BiasWork.of(spec, launch.tiles))
 
 
 def _in_parts(
@@ -198,7 +228,7 @@ def _in_parts(
   All sums are in the same memory, one after another. A launch depends on what became of the sums before: tinygrad would
   compute all of them first.
   """
-  spec = _spec_of(residuals, bias)
+  spec = with_bias(residuals.spec, bias)
   launch, device, given = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.given(arguments)
   if missing := -bias.count % launch.tiles.block_m:  # of whole blocks of queries
     return _in_parts(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
@@ -208,16 +238,16 @@ def _in_parts(
     given["first"] = [start]
     sums = launch.run(device, given, arguments.variables(), no_further)["dbias"]
     given["dbias"] = [sums]
-    part = look_up(_summed(sums, BiasWork.of(spec, launch.tiles)), start)
+    part = look_up(summed(sums, BiasWork.of(spec, launch.tiles)), start)
     total = (part if total is None else total + part).contiguous()
     zero = _zero(total)
   assert total is not None
   return total
 
 
-def _spec_of(residuals: Residuals, bias: Bias) -> AttentionSpec:
-  """Return the attention with a bias, and without lists of tiles: the block mask itself hides keys."""
-  return replace(residuals.spec, bias=bias, block_heads=None)
+def with_bias(spec: AttentionSpec, bias: Bias) -> AttentionSpec:
+  """Return an attention with a bias, and without lists of tiles: the block mask itself hides keys."""
+  return replace(spec, bias=bias, block_heads=None)
 
 
 def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
@@ -234,8 +264,8 @@ def _zero(x: Tensor) -> Tensor:
   return (sign > 1).cast(dtypes.int32)
 
 
-def _summed(x: Tensor, work: BiasWork) -> Tensor:
-  """Add up what belongs together in the tiles of sums; see `_sums`."""
+def summed(x: Tensor, work: BiasWork) -> Tensor:
+  """Add up what belongs together in a kernel's sums: (batches, heads, queries, keys or distances)."""
   batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
   if work.bias.places is Places.PAIRS:
     return x.reshape(batches, heads, work.M, work.N)
@@ -255,7 +285,7 @@ def _by_distance(x: Tensor, work: BiasWork) -> Tensor:
   heads, groups, size, _ = sizes(x)
   # A row for each query, from the last one: padded to an odd length, each row begins one to the right of the last one.
   rows = x.flip(2).pad((None, None, None, (0, size))).reshape(heads, groups, -1)[..., :-size]
-  diagonals = rows.reshape(heads, groups, size, 2 * size - 1).sum(2)
+  diagonals = rows.reshape(heads, groups, size, 2 * size - 1).sum(2).contiguous()  # nothing to sum where it is padded
   halves = diagonals.pad((None, None, (0, 1))).reshape(heads, groups, 2, size)
   lower, upper = halves[:, :, 0].pad((None, (0, 1), None)), halves[:, :, 1].pad((None, (1, 0), None))
   first = work.blocks * size - work.M  # of distance 1 - M

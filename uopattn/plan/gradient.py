@@ -18,7 +18,6 @@ from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
-from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.plan import bias
 from uopattn.plan.dispatch import NoKernel, backward_on, sums_launch
 from uopattn.plan.launch import Launch, Tensors
@@ -161,11 +160,6 @@ def of_inputs(residuals: Residuals, arguments: Arguments, wanted: Collection[str
   return [found.get(name) for name in inputs]
 
 
-def _with_bias_kernels(residuals: Residuals) -> bool:
-  """Whether kernels compute the gradients of biases: on one device, of all of an attention."""
-  return isinstance(residuals.q.device, str) and residuals.spec.origin == NO_ORIGIN
-
-
 def of_sinks(residuals: Residuals, sinks: Tensor) -> Tensor:
   """Return the gradient of the sinks, (Hq,). A row that sees neither a key nor a sink has a delta of 0."""
   lse = residuals.lse.eq(-math.inf).where(0, residuals.lse)
@@ -174,11 +168,10 @@ def of_sinks(residuals: Residuals, sinks: Tensor) -> Tensor:
 
 def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
   """Return the gradient of an additive mask of four axes: that of the scores, summed where the mask broadcasts."""
-  if _with_bias_kernels(residuals):
-    try:
-      return bias.of_mask(residuals, arguments, mask)
-    except NoKernel as error:
-      log_once(f"the gradient of attn_mask goes through plain tinygrad ops: {error}")
+  try:
+    return bias.of_mask(residuals, arguments, mask)
+  except NoKernel as error:
+    log_once(f"the gradient of attn_mask goes through plain tinygrad ops: {error}")
   scores = scores_of(residuals.q, residuals.k, residuals.spec, arguments)
   grad = of_scores(residuals, scores, arguments)
   for axis in (3, 2, 1, 0):
@@ -189,11 +182,10 @@ def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
 
 def _of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[str, Tensor]) -> list[Tensor | None]:
   """Return the gradients of the aux that score_mod reads, by kernels or differentiating the scores with tinygrad."""
-  if _with_bias_kernels(residuals):
-    try:
-      return bias.of_aux(residuals, arguments, {int(name[len("aux[") : -1]): x for name, x in aux.items()})
-    except NoKernel as error:
-      log_once(f"the gradient of aux goes through plain tinygrad ops: {error}")
+  try:
+    return bias.of_aux(residuals, arguments, {int(name[len("aux[") : -1]): x for name, x in aux.items()})
+  except NoKernel as error:
+    log_once(f"the gradient of aux goes through plain tinygrad ops: {error}")
   leaves = {name: x.detach() for name, x in aux.items()}
   scores = scores_of(residuals.q.detach(), residuals.k.detach(), residuals.spec, _with_leaves(arguments, leaves))
   total = (scores * of_scores(residuals, scores, arguments).detach()).sum()

@@ -418,15 +418,23 @@ class AttentionOptions(ScaledOptions, total=False):
 class VarlenOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention_varlen`."""
 
+  attn_mask: Tensor | None
+  dropout_p: float
   is_causal: bool
-  q_start: int | Tensor
+  q_start: int | Tensor | None
+  block_mask: BlockMask | None
+  page_table: Tensor | None
+  kv_lengths: int | UOp | Tensor | None
 
 
 class PagedOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention_paged`."""
 
+  attn_mask: Tensor | None
+  dropout_p: float
   is_causal: bool
   q_start: int | UOp | Tensor
+  block_mask: BlockMask | None
 
 
 class CacheOptions(Options, total=False):

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad import Context, Device, Tensor, UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import Table
+from uopattn.runtime.function import in_function
 from uopattn.spec.shards import gathered, part_of, pieces
 from uopattn.spec.tensors import check_tensors, described, placed
 from uopattn.spec.trace import Mod, trace_mod
@@ -87,7 +88,7 @@ class BlockMask:
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
-      ValueError: a size is negative, or a block size is 0.
+      ValueError: a size is negative, a block size is 0, or a `tinygrad.function` is traced, where it cannot be made.
 
     Example:
       >>> from uopattn import BlockMask
@@ -102,6 +103,10 @@ class BlockMask:
       if size < (least := int(name.startswith("block"))):
         raise ValueError(f"{name} is {size}; it must be at least {least}")
     check_tensors("aux", aux)
+    if in_function():
+      raise ValueError(
+        "a BlockMask cannot be made inside a tinygrad.function; make it outside, with allow_implicit=True"
+      )
     if not callable(mask_mod):
       raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
     block_m, block_n = min(block_m, max(M, 1)), min(block_n, max(N, 1))
@@ -139,7 +144,8 @@ class BlockMask:
     key = devices, axis
     if key not in self._parts:
       counts = self.counts.to(devices)
-      part = part_of(counts, axis if axis is not None and self.heads[axis] > 1 else None).realize()
+      part = part_of(counts, axis if axis is not None and self.heads[axis] > 1 else None)
+      _realize(part)
       aux = tuple(gathered(x if isinstance(x.device, tuple) else x.to(devices)) for x in self.aux)
       self._parts[key] = replace(self, mask_mod=self.seen, counts=part, aux=aux, _lists={}, _parts={})
     return self._parts[key]
@@ -161,7 +167,8 @@ class BlockMask:
           wanted = [(i, first // block, ceildiv(count, block)) for i, first in enumerate(firsts)]
           counts = pieces(counts, axis, wanted)
       whole = self.on(devices, None)
-      self._parts[key] = replace(whole, M=M, N=N, counts=counts.realize(), _lists={}, _parts={})
+      _realize(counts)
+      self._parts[key] = replace(whole, M=M, N=N, counts=counts, _lists={}, _parts={})
     return self._parts[key]
 
   def fits(self, rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> bool:
@@ -270,7 +277,7 @@ class BlockMask:
     order = Tensor.empty(*position.shape, dtype=dtypes.int, device=device)
     order = Tensor.custom_kernel(order, position, fxn=_scatter)[0]
     numbers = Tensor.stack(whole.int().sum(-1), seen.int().sum(-1).maximum(1), dim=-1).cast(dtypes.int).contiguous()
-    Tensor.realize(order, numbers)
+    _realize(order, numbers)
     return order, numbers
 
   def __repr__(self) -> str:
@@ -331,6 +338,12 @@ class BlockMask:
     rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
     panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)
     panel.set(xlim=(0, self.N), ylim=(self.M, 0), xlabel="key", ylabel="query", aspect="equal")
+
+
+def _realize(*xs: Tensor) -> None:
+  """Realize what depends on a mask alone: that may be done while a `tinygrad.function` is traced, too."""
+  with Context(ALLOW_DEVICE_USAGE=1):
+    Tensor.realize(*xs)
 
 
 def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[..., UOp]:

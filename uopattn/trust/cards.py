@@ -19,8 +19,7 @@ class Card(TypedDict):
     arch: its architecture, see `family`.
     driver, uopattn, tinygrad: versions.
     date: of the report, as YYYY-MM-DD.
-    kernels: the schedules that were right with all their probes. Those of biases, which have none, are added by hand
-      once their tests have run on the card.
+    kernels: the schedules that were right with all their probes.
   """
 
   name: str

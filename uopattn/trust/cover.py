@@ -1,12 +1,15 @@
 """The probes of `python -m uopattn.check`: of a schedule each dtype, each feature and each shape, not all together."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
+from uopattn.dsl.rules.bias import Bias, Places
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Schedule
+from uopattn.plan.bias import ROWS, mask_bias
 from uopattn.spec.tensors import dtype_name
 from uopattn.trust.features import Sizes
 from uopattn.trust.probe import Probe
@@ -20,6 +23,7 @@ PREFILL: tuple[Sizes, ...] = (
   (1, 2, 1, 130, 272, 256, 256),
   (1, 1, 1, 70, 112, 320, 264),
 )
+SMALL = PREFILL[:4]  # those whose heads all kernels of biases have room for
 DECODE: tuple[Sizes, ...] = (
   (2, 8, 2, 1, 800, 64, 64),
   (1, 8, 1, 3, 1040, 128, 128),
@@ -43,6 +47,28 @@ COMBINED: tuple[tuple[str, ...], ...] = (
 )
 OF_LATENT: tuple[tuple[str, ...], ...] = (("values_in_keys",), ("is_causal", "q_start Tensor", "values_in_keys"))
 
+# Biases that a score_mod reads, by batch, head and places, with features that go together.
+READ: tuple[tuple[Bias, tuple[str, ...]], ...] = (
+  (Bias(False, True, Places.DISTANCES), ("is_causal",)),
+  (Bias(False, True, Places.ALL), ("is_causal", "q_start Tensor", "kv_lengths Tensor")),
+  (Bias(False, False, Places.PAIRS, count=ROWS), ("block_mask",)),
+  (Bias(False, False, Places.DISTANCES), ("attn_mask bool --mn", "mask_mod")),
+  (Bias(True, True, Places.QUERIES), ("dropout_p", "is_causal")),
+  (Bias(True, False, Places.KEYS), ("window left+right", "softcap", "sinks")),
+  (Bias(True, False, Places.ALL), ("is_causal", "q_start Variable", "kv_lengths Variable", "heads_last qkv")),
+  (Bias(False, True, Places.KEYS), ("bounds",)),
+  (Bias(False, True, Places.PAIRS), ("attn_mask float --mn",)),
+)
+# Additive masks, by their axes, likewise.
+MASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+  ("-hmn", ()),
+  ("--mn", ("score_mod", "heads_last qkv")),
+  ("-hm-", ("softcap", "mask_mod")),
+  ("b--n", ("kv_lengths Tensor", "window left")),
+  ("bhmn", ("is_causal", "sinks")),
+  ("bh--", ("dropout_p",)),
+)
+
 
 def probes_of(schedule: Schedule, backward: bool, quick: bool = False) -> list[Probe]:
   """Return the probes of a schedule; some may turn out not to be served.
@@ -50,19 +76,15 @@ def probes_of(schedule: Schedule, backward: bool, quick: bool = False) -> list[P
   Args:
     quick: one probe for each dtype and kind of shape.
   """
-  return list(dict.fromkeys(x for dtype in schedule.dtypes for x in _probes(schedule, dtype, backward, quick)))
+  made = _of_biases if schedule.of_bias else _probes
+  return list(dict.fromkeys(x for dtype in schedule.dtypes for x in made(schedule, dtype, backward, quick)))
 
 
 def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> Iterator[Probe]:
   shift = schedule.dtypes.index(dtype)
 
   def made(sizes: Sizes, features: tuple[str, ...], stored: DType = dtype) -> Probe:
-    if "bounds" in features:  # sequences one after another are one batch
-      sizes = (1, *sizes[1:])
-    if any(x.startswith("page_table") for x in features):
-      sizes = (*sizes[:4], sizes[4] // 16 * 16, *sizes[5:])
-    own = tuple(sorted(_with_axes(x, sizes) for x in features))
-    return Probe(schedule.name, backward, sizes, dtype_name(dtype), dtype_name(stored), own)
+    return _probe(schedule, backward, sizes, dtype, stored, features)
 
   shapes: Sequence[tuple[Sizes, ...]] = (PREFILL,) if backward else (PREFILL, DECODE)
   for sizes in shapes:
@@ -81,6 +103,41 @@ def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> It
     yield made(PREFILL[0], ("is_causal", "tf32"))
     for stored in () if quick or backward else DTYPES_16[:1]:
       yield made(DECODE[0], (), stored)
+
+
+def _of_biases(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> Iterator[Probe]:
+  shift = schedule.dtypes.index(dtype)
+
+  def made(sizes: Sizes, features: tuple[str, ...], bias: Bias | None = None, stored: DType = dtype) -> Probe:
+    probe = _probe(schedule, backward, sizes, dtype, stored, features)
+    if bias is None:
+      (axes,) = (x.split()[-1] for x in probe.features if x.startswith("attn_mask"))
+      return replace(probe, bias=mask_bias([1 if x == "-" else 2 for x in axes]))
+    return replace(probe, features=tuple(sorted({*probe.features, "score_mod"})), bias=replace(bias, read=(0, 0)))
+
+  masks = [((f"attn_mask {dtype_name(dtype)} {axes}", *features), None) for axes, features in MASKS]
+  biases = [*masks, *((features, bias) for bias, features in READ)]
+  for i, (features, bias) in enumerate((masks[0], biases[len(masks)]) if quick else biases):
+    if quick or shift == 0 or i % 2 == shift % 2:  # the first dtype has all of them, each other one a half
+      yield made(SMALL[(i + shift) % len(SMALL)], features, bias)
+  for shape in () if quick else PREFILL if shift == 0 else PREFILL[shift % 2 :: 2]:
+    yield made(shape, (), READ[0][0])
+  if dtype == dtypes.float32:
+    yield made(PREFILL[0], ("is_causal", "tf32"), READ[0][0])
+    for stored in () if quick else DTYPES_16[:1]:
+      yield made(PREFILL[0], ("is_causal",), READ[1][0], stored)
+
+
+def _probe(
+  schedule: Schedule, backward: bool, sizes: Sizes, dtype: DType, stored: DType, features: tuple[str, ...]
+) -> Probe:
+  """Return a probe with sizes, and axes of a mask, as its features need them."""
+  if "bounds" in features:  # sequences one after another are one batch
+    sizes = (1, *sizes[1:])
+  if any(x.startswith("page_table") for x in features):
+    sizes = (*sizes[:4], sizes[4] // 16 * 16, *sizes[5:])
+  own = tuple(sorted(_with_axes(x, sizes) for x in features))
+  return Probe(schedule.name, backward, sizes, dtype_name(dtype), dtype_name(stored), own)
 
 
 def _with_axes(feature: str, sizes: Sizes) -> str:

@@ -13,6 +13,7 @@ from tinygrad.dtype import DType
 
 from uopattn.api.varlen import key_bounds
 from uopattn.dsl.random import kept
+from uopattn.dsl.rules.bias import Bias, Places
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import DTYPES
 from uopattn.measure.problem import normal, tensor
@@ -25,6 +26,7 @@ Sizes = tuple[int, int, int, int, int, int, int]
 NAMED = {dtype_name(x): x for x in (*DTYPES, dtypes.int8)}  # dtypes of q, k, v and masks
 DROPOUT = 0.3  # probability
 COLUMNS = 8  # of the table that the score_mod reads
+SLOPES = np.array([0.5, -0.75, 1.25], np.float32)  # of scores by the elements of a bias, in turn by i + j
 SEED = 0x1234, 0x9ABC  # of dropout
 
 
@@ -38,6 +40,7 @@ class Inputs:
     arguments: of `Arguments`.
     rules: keyword arguments of the gate.
     masks: further conditions under which a query sees a key: functions of the batch, head, query and key.
+    bias: the bias whose gradient is meant, which a score_mod then reads if it is not an additive mask.
   """
 
   sizes: Sizes
@@ -50,9 +53,18 @@ class Inputs:
   arguments: dict[str, Any] = field(default_factory=dict)
   rules: dict[str, Any] = field(default_factory=dict)
   masks: list[Callable[..., Any]] = field(default_factory=list)
+  bias: Bias | None = None
 
   @classmethod
-  def of(cls, sizes: Sizes, dtype: DType, stored: DType, features: tuple[str, ...], device: str) -> "Inputs":
+  def of(
+    cls,
+    sizes: Sizes,
+    dtype: DType,
+    stored: DType,
+    features: tuple[str, ...],
+    device: str,
+    bias: Bias | None = None,
+  ) -> "Inputs":
     """Draw inputs with these features. k and v have the dtype `stored`."""
     B, Hq, Hkv, M, N, Dk, Dv = sizes
     random = np.random.default_rng(sum(sizes))
@@ -67,7 +79,8 @@ class Inputs:
     )
     if "values_in_keys" in features:
       v_ = k_[..., :Dv]
-    found = cls(sizes, device, random, q_, k_, v_, (q, k, v), {"enable_gqa": True, "return_lse": True})
+    arguments = {"enable_gqa": True, "return_lse": True}
+    found = cls(sizes, device, random, q_, k_, v_, (q, k, v), arguments, bias=bias)
     for feature in features:
       name, _, detail = feature.partition(" ")
       FEATURES[name](found, detail)
@@ -145,11 +158,39 @@ def _sinks(x: Inputs, detail: str) -> None:
   x.arguments["sinks"], x.rules["sinks"] = x.tensor(sinks, dtypes.float32), sinks
 
 
+def slopes(sizes: Sizes) -> Array:
+  """Return the derivatives of scores by the elements of a bias that the score_mod reads, (M, N)."""
+  return np.asarray(SLOPES[np.add.outer(np.arange(sizes[3]), np.arange(sizes[4])) % len(SLOPES)])
+
+
 def _score_mod(x: Inputs, detail: str) -> None:
+  if x.bias is not None and x.bias.read is not None:
+    _biased_score_mod(x, x.bias)
+    return
   table = x.random.standard_normal((x.sizes[1], COLUMNS)).astype(np.float32)
   given = {"score_mod": lambda score, b, h, i, j, table: score + table[h, j % COLUMNS]}
   x.arguments |= given | {"aux": (x.tensor(table, dtypes.float32),)}
   x.rules |= given | {"aux": (table,)}
+
+
+def _biased_score_mod(x: Inputs, bias: Bias) -> None:
+  """A score_mod that reads an element of a bias, the first thing that it reads of its first aux."""
+  B, Hq, _, M, N, *_ = x.sizes
+
+  def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any, slopes: Any) -> Any:
+    place = _numbers(bias, b, h, i, j, j - i + M - 1) or (0,)
+    return score + table[place] * slopes[(i + j) % len(SLOPES)]
+
+  table = x.random.standard_normal(_numbers(bias, B, Hq, M, N, M + N - 1) or (1,)).astype(np.float32)
+  aux = table, SLOPES
+  x.arguments |= {"score_mod": score_mod, "aux": tuple(x.tensor(y, dtypes.float32) for y in aux)}
+  x.rules |= {"score_mod": score_mod, "aux": aux}
+
+
+def _numbers(bias: Bias, b: Any, h: Any, i: Any, j: Any, distance: Any) -> tuple[Any, ...]:
+  """Return those of a score's numbers by which its element of a bias goes."""
+  of_places = {Places.PAIRS: (i, j), Places.QUERIES: (i,), Places.KEYS: (j,), Places.DISTANCES: (distance,)}
+  return (*[b] * bias.batches, *[h] * bias.heads, *of_places.get(bias.places, ()))
 
 
 def _mask_mod(x: Inputs, detail: str) -> None:

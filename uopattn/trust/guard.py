@@ -35,11 +35,7 @@ _KNOWN: dict[tuple[tuple[Launch, ...], str, str], str] = {}
 
 def against(launches: tuple[Launch, ...], device: str, backward: bool) -> str:
   """Return why these launches may not be used on a device, as one line; "" if they may."""
-  name = launches[0].schedule.name
-  if launches[0].spec.bias is not None:  # no probe is of a bias
-    unknown = os.environ.get("UOPATTN_CHECK") != "0" and _is_unknown(name, device, repr(DEV))
-    return f"{name} has not run on this kind of card yet, and no check is of biases" if unknown else ""
-  if not is_checked(name, device):
+  if not is_checked(launches[0].schedule.name, device):
     return ""
   place = launches, device, repr(DEV)
   if place not in _KNOWN:

@@ -3,32 +3,37 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from tinygrad import Context, Tensor, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
+from uopattn.dsl.rules.bias import Bias, BiasWork
 from uopattn.dsl.schedule import DTYPES_8, FEW, HEAD_SCALES, Schedule
 from uopattn.measure.problem import normal, tensor
 from uopattn.measure.timing import poison
-from uopattn.plan.dispatch import NoKernel, launches_of, schedules_on, stages
+from uopattn.plan.bias import ROWS, summed, with_bias
+from uopattn.plan.dispatch import NoKernel, all_schedules_on, launches_of, stages
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Residuals, by_kernels, with_heads_first
+from uopattn.plan.gradient import Residuals, by_kernels, no_further, with_heads_first
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.plan.tiles.cpu import largest_divisor
+from uopattn.proof.bias import BiasGate
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import Array, oracle
 from uopattn.runtime.prepare import compiler
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
-from uopattn.trust.features import NAMED, Inputs, Sizes
+from uopattn.trust.features import NAMED, Inputs, Sizes, slopes
 
 DETAILS = {"window", "attn_mask", "q_start", "kv_lengths", "page_table"}  # features that have one
 MOST_BATCHES, MOST_HEADS = 2, 2  # batches, and key heads, of a probe
 SPLITS = 2  # of the keys, in a probe of split-KV
+PARTS = 2  # work items that share the scores of an element of a bias, if each has several trips
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Probe:
     features: see `uopattn.trust.features`.
     tiles: the fields of the tiles of each kernel; () for those that dispatch takes.
     pack_gqa, splits: as in `Launch`, where tiles are given.
+    bias: the bias whose gradient is meant: an additive mask, or with (0, 0) as `Bias.read` what a score_mod reads.
   """
 
   kernel: str
@@ -54,6 +60,7 @@ class Probe:
   tiles: tuple[dict[str, Any], ...] = ()
   pack_gqa: int = 1
   splits: int = 1
+  bias: Bias | None = None
 
   @classmethod
   def of(cls, launches: Sequence[Launch], backward: bool) -> "Probe":
@@ -71,6 +78,10 @@ class Probe:
     B, Hkv = 1 if "bounds" in s.features else min(s.B, MOST_BATCHES), min(s.Hkv, MOST_HEADS)
     Hq = Hkv * s.group
     tiles = [_fitted(asdict(x.tiles), B * Hq // x.pack_gqa * ceildiv(M * x.pack_gqa, block_m)) for x in launches]
+    bias = s.bias
+    if bias is not None:
+      bias = replace(bias, read=None if bias.read is None else (0, 0), count=ROWS if bias.count else 0)
+      tiles = [x | {"parts": _parts(first, BiasWork(bias, B, Hq, M, N, block_m, block_n))} for x in tiles]
     return cls(
       first.schedule.name,
       backward,
@@ -81,24 +92,27 @@ class Probe:
       tuple(tiles),
       first.pack_gqa,
       min(first.splits, SPLITS),
+      bias,
     )
 
   @classmethod
   def read(cls, record: dict[str, Any]) -> "Probe":
     """Return the probe that `asdict` made a record of, which JSON may have turned tuples into lists in."""
     as_tuples: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in record.items()}
-    return cls(**as_tuples)
+    bias = record.get("bias")
+    return cls(**as_tuples | {"bias": None if bias is None else Bias.of_record(bias)})
 
   def __str__(self) -> str:
     B, Hq, Hkv, M, N, Dk, Dv = self.sizes
     dtype = self.dtype if self.stored == self.dtype else f"{self.dtype} with {self.stored} keys"
     name = f"{self.kernel} B={B} H={Hq} HKV={Hkv} M={M} N={N} D={Dk} DV={Dv} {dtype}"
-    return " ".join([name, *(x.replace(" ", "=", 1) for x in self.features)]) + " backward" * self.backward
+    what = [] if self.bias is None else [str(self.bias)]
+    return " ".join([name, *(x.replace(" ", "=", 1) for x in self.features), *["backward"] * self.backward, *what])
 
   def schedule(self, device: str) -> Schedule:
     """Return the schedule on a device. Raises NoKernel if the device has none of this name."""
     target = target_of(device)
-    for schedule in schedules_on(target, self.backward):
+    for schedule in all_schedules_on(target, self.backward):
       if schedule.name == self.kernel:
         return schedule
     raise NoKernel(f"{self.kernel} is not for {target}")
@@ -110,9 +124,10 @@ class Probe:
       NoKernel: the schedule does not serve the probe.
     """
     with Context(ALLOW_TF32=int("tf32" in self.features)):
-      inputs = Inputs.of(self.sizes, NAMED[self.dtype], NAMED[self.stored], self.features, device)
+      inputs = Inputs.of(self.sizes, NAMED[self.dtype], NAMED[self.stored], self.features, device, self.bias)
       arguments = Arguments(**inputs.arguments).settled(device)
       spec = make_spec(inputs.q, inputs.k, inputs.v, arguments)
+      spec = spec if self.bias is None else with_bias(spec, self.bias)
       return Prepared(self, device, inputs, arguments, spec, self._launches(spec, device))
 
   def _launches(self, spec: AttentionSpec, device: str) -> tuple[Launch, ...]:
@@ -122,7 +137,20 @@ class Probe:
     made = [Launch(schedule, x, spec, pack_gqa=self.pack_gqa, splits=self.splits) for x in schedule.kernels]
     assert schedule.tiles is not None
     tiles = self.tiles if len(self.tiles) == len(made) else self.tiles[-1:] * len(made)
-    return tuple(replace(x, tiles=schedule.tiles(**given)) for x, given in zip(made, tiles, strict=True))
+    return tuple(replace(x, tiles=_tiles(schedule.tiles, given)) for x, given in zip(made, tiles, strict=True))
+
+
+def _tiles(kind: type, given: dict[str, Any]) -> Any:
+  """Return tiles with these fields, of which one may be tiles, too."""
+  return kind(
+    **{name: _tiles(get_type_hints(kind)[name], x) if isinstance(x, dict) else x for name, x in given.items()}
+  )
+
+
+def _parts(launch: Launch, work: BiasWork) -> int:
+  """Return how many work items of a probe share the scores of an element: each has one trip if that is so at first."""
+  has_loop = BiasWork.of(launch.spec, launch.tiles).trips > 1
+  return max(1, min(launch.tiles.parts, PARTS, work.reduced // 2)) if has_loop else work.reduced
 
 
 def _length(n: int, block: int, whole: int) -> int:
@@ -186,13 +214,15 @@ class Prepared:
 
   def compile(self) -> bool:
     """Work out what is expected, and compile; return whether that was possible, or tinygrad compiles when it runs."""
-    _ = self.gradient_gate if self.probe.backward else self.gate
+    _ = self.bias_gate if self.probe.bias else self.gradient_gate if self.probe.backward else self.gate
     for launch in self.launches if self.probe.backward else stages(self.launches[-1]):
       launch.build(self.device)
     return compiler(self.device) is not None
 
   def reports(self) -> list[Report]:
-    """Run the kernels; return the gate's reports on the output and the LSE, or on dQ, dK and dV."""
+    """Run the kernels; return the gate's reports on the output and the LSE, on dQ, dK and dV, or on that of a bias."""
+    if self.probe.bias is not None:
+      return self._of_bias()
     return self._backward() if self.probe.backward else self._forward()
 
   @property
@@ -220,33 +250,71 @@ class Prepared:
     options: dict[str, Any] = self._products | self.inputs.rules
     return GradientGate.of_arrays(*self.inputs.arrays, self.do, self.spec.dtype, **options)
 
+  @functools.cached_property
+  def dlse(self) -> Array:
+    """The gradient of the LSE, (B, Hq, M), which a bias has: without it those of all keys of a query add up to 0."""
+    s = self.spec
+    return np.random.default_rng(2).standard_normal((s.B, s.Hq, s.M)).astype(np.float32)
+
+  @functools.cached_property
+  def bias_gate(self) -> BiasGate:
+    """What is expected of the gradient of a bias."""
+    s, rules, bias = self.spec, self.inputs.rules, self.spec.bias
+    assert bias is not None
+    mask = np.asarray(rules.get("attn_mask", 0), None if "attn_mask" in rules else np.float32)
+    mask = np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.dtype == bool else mask
+    options = self._products | rules | {"attn_mask": np.broadcast_to(mask, (s.B, s.Hq, s.M, s.N))}
+    gate = GradientGate.of_arrays(*self.inputs.arrays, self.do, s.dtype, self.dlse, **options)
+    return BiasGate.of(gate, bias, None if bias.read is None else slopes(self.probe.sizes), self.first)
+
+  @property
+  def first(self) -> int:
+    """The first query whose gradients are wanted if only those of some are: that of the last block."""
+    block_m = self.launches[0].tiles.block_m
+    return int((self.spec.M - 1) // block_m * block_m)
+
   def _forward(self) -> list[Report]:
     x, gate = self.inputs, self.gate
     results = self._poisoned(stages(self.launches[-1])[-1:])
-    out, lse = forward(self.launches[-1], x.q, x.k, x.v, results["o"], results["lse"], self.arguments)
+    out, lse = forward(self.launches[-1], x.q, x.k, x.v, results["o"][0], results["lse"][0], self.arguments)
     Tensor.realize(out, lse)
     return [gate.output(numpy(out)), gate.lse(numpy(lse))]
 
   def _backward(self) -> list[Report]:
     """Check the gradients, given the output and the LSE of the oracle."""
-    x, s = self.inputs, self.spec
-    rules = {name: value for name, value in x.rules.items() if name not in HEAD_SCALES}
-    exact = oracle(*x.arrays, scale=s.scale, **rules)
-    out, lse = (
-      tensor(y.astype(np.float32), d, self.device) for y, d in zip(exact, (s.dtype, dtypes.float32), strict=True)
-    )
-    residuals = Residuals.of(s, x.q, x.k, x.v, self._as_stored(out), lse, tensor(self.do, s.dtype, self.device))
-    results = {name: [y] for name, y in self._poisoned(self.launches).items()}
-    found = by_kernels(self.launches, residuals, self.arguments, results)
+    found = by_kernels(self.launches, self._residuals(*self._oracle()), self.arguments, self._poisoned(self.launches))
     Tensor.realize(*found)
     return self.gradient_gate.reports(**{name: numpy(y) for name, y in zip("qkv", found, strict=True)})
 
-  def _poisoned(self, launches: Sequence[Launch]) -> dict[str, Tensor]:
+  def _of_bias(self) -> list[Report]:
+    """Check the gradient of a bias, given the LSE and the delta of the oracle."""
+    (launch,), (out, lse) = self.launches, self._oracle()
+    delta = np.where(np.isinf(lse), 0, (out * self.do).sum(-1) - self.dlse)
+    residuals = replace(self._residuals(out, lse), delta=self._tensor(delta, dtypes.float32))
+    given = residuals.given(self.arguments) | {"first": [tensor(np.array([self.first]), dtypes.int, self.device)]}
+    given |= self._poisoned(self.launches)
+    found = launch.run(self.device, given, self.arguments.variables(), no_further)["dbias"]
+    return [self.bias_gate.report(numpy(summed(found, BiasWork.of(self.spec, launch.tiles))))]
+
+  def _oracle(self) -> tuple[Array, Array]:
+    """Return the output and the LSE of the oracle."""
+    rules = {name: value for name, value in self.inputs.rules.items() if name not in HEAD_SCALES}
+    return oracle(*self.inputs.arrays, scale=self.spec.scale, **rules)
+
+  def _residuals(self, out: Array, lse: Array) -> Residuals:
+    x, s = self.inputs, self.spec
+    o, do = self._as_stored(self._tensor(out, s.dtype)), self._tensor(self.do, s.dtype)
+    return Residuals.of(s, x.q, x.k, x.v, o, self._tensor(lse, dtypes.float32), do)
+
+  def _tensor(self, x: Array, dtype: DType) -> Tensor:
+    return tensor(x.astype(np.float32), dtype, self.device)
+
+  def _poisoned(self, launches: Sequence[Launch]) -> dict[str, list[Tensor]]:
     """Return buffers for the results of kernels, full of NaN, so that elements which a kernel does not write show."""
     written = {y.name: y for x in launches for y in x.buffers() if y.name in x.kernel.outputs}
     found = {name: Tensor.empty(*y.shape, dtype=y.dtype, device=self.device) for name, y in written.items()}
     poison(found.values())
-    return found
+    return {name: [x] for name, x in found.items()}
 
   def _as_stored(self, out: Tensor) -> Tensor:
     """Return the output as kernels store it."""
