@@ -33,7 +33,8 @@ def append_paged(
 
   Key i of sequence b is written to row (start[b] + i) % page_size of page page_table[b, (start[b] + i) // page_size]:
   where `attention_paged` reads key start[b] + i. Nothing else is written. If two sequences write the same row of a page
-  that they share, either may win.
+  that they share, either may win. Packed tokens, as `attention_varlen` takes them, are sequences of one key each:
+  `k.unsqueeze(2)`, with the position of each token, and the row that its sequence has in the page table.
 
   The write is lazy. `k_pages` and `v_pages` become Tensors that depend on it, so pass them to `attention_paged`, or
   realize them. Views that were taken from the same memory earlier see it only if they are realized after it. Realize
