@@ -1,7 +1,7 @@
 """Continuous batching: in each step, the next token of each running request beside a piece of a new prompt.
 
 All queries of a step lie one after another in a Tensor of a fixed number of rows, of which some may be left over, and
-the keys lie in pages. Only offsets, lengths and the page table change, so `TinyJit` replays one kernel for all steps.
+the keys lie in pages. Only offsets, lengths and the page table change, so `TinyJit` replays the same kernels.
 Keys and values are those of the whole requests here; a model would write each step's to the pages before it attends.
 """
 
