@@ -40,8 +40,7 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
 class Case:
   """Random packed queries, and pages in which everything that nobody may read is NaN, and every such id invalid.
 
-  Attributes:
-    rows: queries of q, of which those past the last end belong to no sequence.
+  With `rows`, q has so many, of which those past the last end belong to no sequence.
   """
 
   def __init__(
@@ -68,7 +67,9 @@ class Case:
       for j in range(n):
         pages[self.table[s, j // page_size], :, j % page_size] = rng.standard_normal((Hkv, Dk + Dv))
     total = rows or self.ends[-1]
-    self.q = placed(rng.standard_normal((total, Hq, Dk), np.float32), dtypes_[0], device)
+    q = rng.standard_normal((total, Hq, Dk), np.float32)
+    q[self.ends[-1] :] = math.nan
+    self.q = placed(q, dtypes_[0], device)
     self.k, self.v = (placed(np.ascontiguousarray(x), dtypes_[1], device) for x in np.split(pages, [Dk], axis=-1))
 
   def ints(self, x: Any) -> Tensor:
