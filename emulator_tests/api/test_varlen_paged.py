@@ -10,14 +10,15 @@ import pytest
 from helpers import DTYPES, drawn, on, on_device, placed
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dropout import P, kept_weights
+from test_dropout import P, kept_by_seed
 from test_paged import NO_PAGE
 from test_varlen import biased, ends, near_keys, of_sequence
 from tinygrad import Context, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine.realize import runtime_cache
 
 from uopattn import BlockMask, attention_varlen
-from uopattn.api.varlen_paged import QueryBlocks, queries_per_block
+from uopattn.api.varlen_paged import QueryBlocks, parts_of
+from uopattn.dsl.random import draw_seed
 from uopattn.proof.gate import Gate, numpy
 
 HQ, HKV, DK, DV = 4, 2, 16, 24
@@ -39,8 +40,7 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
 class Case:
   """Random packed queries, and pages in which everything that nobody may read is NaN, and every such id invalid.
 
-  Attributes:
-    rows: queries of q, of which those past the last end belong to no sequence.
+  With `rows`, q has so many, of which those past the last end belong to no sequence.
   """
 
   def __init__(
@@ -67,7 +67,9 @@ class Case:
       for j in range(n):
         pages[self.table[s, j // page_size], :, j % page_size] = rng.standard_normal((Hkv, Dk + Dv))
     total = rows or self.ends[-1]
-    self.q = placed(rng.standard_normal((total, Hq, Dk), np.float32), dtypes_[0], device)
+    q = rng.standard_normal((total, Hq, Dk), np.float32)
+    q[self.ends[-1] :] = math.nan
+    self.q = placed(q, dtypes_[0], device)
     self.k, self.v = (placed(np.ascontiguousarray(x), dtypes_[1], device) for x in np.split(pages, [Dk], axis=-1))
 
   def ints(self, x: Any) -> Tensor:
@@ -192,14 +194,22 @@ def test_mods_have_the_indices_of_a_sequence(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 def test_dropout_goes_by_blocks(backend: str) -> None:
+  """Each part draws its seed, and has the weights of the places of its blocks."""
   case = Case(*SMALL, max_pages=6)
-  total, S = sum(SMALL[0]), len(SMALL[0])
-  size = queries_per_block(total // S, HQ // HKV, "CPU")
-  blocks = QueryBlocks.of(case.ints(case.ends), total, size, total)
-  kept, place = kept_weights(int(blocks.numbers.shape[0]), HQ, size, COLUMNS), blocks.place.numpy()
+  total = sum(SMALL[0])
+  Tensor.manual_seed(5)
+  kept = np.ones((HQ, total, COLUMNS), bool)
+  for size, fewest, most in parts_of(total, HQ // HKV, "CPU"):
+    blocks = QueryBlocks.of(case.ints(case.ends), total, size, fewest, most)
+    count, place = int(blocks.numbers.shape[0]), blocks.place.numpy()
+    first, second = (int(x) for x in draw_seed("CPU").numpy())
+    own = kept_by_seed((first, second), count, HQ, size, COLUMNS)
+    rows = place < (count - 1) * size
+    kept[:, rows] = own[place[rows] // size, :, place[rows] % size].swapaxes(0, 1)
+  Tensor.manual_seed(5)
   with Context(TRAINING=1):
     results = case.run(backend=backend, dropout_p=P, is_causal=True)
-  case.compare(*results, is_causal=True, dropout_p=P, kept=kept[place // size, :, place % size].swapaxes(0, 1))
+  case.compare(*results, is_causal=True, dropout_p=P, kept=kept)
 
 
 @pytest.mark.parametrize("arch", ["CPU", "sm_90"])
@@ -299,32 +309,56 @@ def test_nothing_to_see(queries: list[int], rows: int, pages: int, backend: str)
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_blocks_hold_each_query_once_and_one_sequence_each(size: int) -> None:
-  rng = np.random.default_rng(size)
+  rng, total = np.random.default_rng(size), 80
   for counts in ([0, 9, 0, 12, 1, 30], [1] * 6, [70, 0, 0, 0, 0, 0], rng.integers(0, 12, 6).tolist()):
-    total, starts = 80, ends(counts)
-    for longest in {max(counts), total}:
-      blocks = QueryBlocks.of(Tensor(starts, dtype=dtypes.int), total, min(size, max(1, longest)), max(1, longest))
+    starts = ends(counts)
+    for fewest, most in ((1, total), (1, 9), (10, total)):
+      blocks = QueryBlocks.of(Tensor(starts, dtype=dtypes.int), total, min(size, most), fewest, most)
       sequence, first, count, query = blocks.numbers.numpy().T
-      place = blocks.place.numpy()
-      assert len(set(place[: starts[-1]])) == starts[-1]
-      assert (place[starts[-1] :] // blocks.size == len(sequence) - 1).all()
+      place, last = blocks.place.numpy(), len(sequence) - 1
       assert count[-1] == 0
+      taken = np.zeros(total, bool)
       for s, n in enumerate(counts):
-        block, offset = np.divmod(place[starts[s] : starts[s + 1]], blocks.size)
+        of_part = n if fewest <= n <= most else 0
+        assert np.count_nonzero((sequence == s) & (count > 0)) == -(-of_part // blocks.size)
+        taken[starts[s] : starts[s] + of_part] = True
+        block, offset = np.divmod(place[starts[s] : starts[s] + of_part], blocks.size)
         assert (sequence[block] == s).all()
-        assert (first[block] + offset == np.arange(n)).all()
-        assert (query[block] + offset == starts[s] + np.arange(n)).all()
+        assert (first[block] + offset == np.arange(of_part)).all()
+        assert (query[block] + offset == starts[s] + np.arange(of_part)).all()
         assert (count[block] == n).all()
-        assert np.count_nonzero((sequence == s) & (count > 0)) == -(-n // blocks.size)
+      assert len(set(place[taken])) == taken.sum()
+      assert (place[~taken] // blocks.size == last).all()
+
+
+def test_parts_have_each_number_of_queries_once() -> None:
+  for device in ("CPU", "CPU:1", "CUDA", ("AMD", "AMD:1")):
+    for longest in (1, 7, 8, 9, 64, 500):
+      for group in (1, 3, 4, 8, 100):
+        parts = parts_of(longest, group, device)
+        covered = [n for _, fewest, most in parts for n in range(fewest, most + 1)]
+        assert covered == list(range(1, longest + 1))
+        assert all(1 <= size <= min(64, longest) for size, *_ in parts)
+
+
+def test_sequences_of_more_queries_than_said_give_zero() -> None:
+  case = Case(*MIXED)
+  out, lse = case.run(max_seqlen_q=50, is_causal=True)
+  long, found = slice(43, 113), (numpy(out), lse.numpy())
+  assert (found[0][long] == 0).all()
+  assert (found[1][:, long] == -math.inf).all()
+  want, _ = case.run(is_causal=True)
+  np.testing.assert_allclose(np.delete(found[0], long, 0), np.delete(numpy(want), long, 0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.kinds(cu=([-7, 30, 1000], [50, 20, 10]))
 @pytest.mark.parametrize("cu", [[0, 500, 90], [-7, 30, 1000], [50, 20, 10], [90, 90, 90]], ids=str)
 def test_wrong_offsets_stay_within_bounds(cu: list[int]) -> None:
-  blocks = QueryBlocks.of(Tensor(cu, dtype=dtypes.int), 90, 8, 90)
-  place = blocks.place.numpy()
-  assert place.min() >= 0
-  assert place.max() < int(blocks.numbers.shape[0]) * 8
+  for size, fewest, most in ((8, 1, 90), (8, 1, 8), (64, 9, 90)):
+    blocks = QueryBlocks.of(Tensor(cu, dtype=dtypes.int), 90, size, fewest, most)
+    place = blocks.place.numpy()
+    assert place.min() >= 0
+    assert place.max() < int(blocks.numbers.shape[0]) * size
   with on("sm_80"):  # where each access is checked
     case = Case([50, 40], [60, 60], device="EMU", dtypes_=(dtypes.float16, dtypes.float16))
     case.ends = cu

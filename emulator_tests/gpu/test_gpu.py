@@ -18,6 +18,7 @@ from test_kv_cache import check_steps
 from test_kv_quantized import check_attend, check_steps_in_eight_bits, filled, normal, start_at
 from test_merge import check_merged
 from test_paged import Case, check_steps_of_tables
+from test_varlen_paged import Case as PackedCase
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.nn.optim import SGD
@@ -379,6 +380,15 @@ def test_keys_in_pages(M: int) -> None:
 @pytest.mark.parametrize("M", [1, 20], ids=["few", "many"])
 def test_tables_and_lengths_that_change_from_step_to_step(M: int) -> None:
   check_steps_of_tables(M, dtype=HALF, device=Device.DEFAULT)
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 64, 64), (2, 2, 64, 64)], ids=["packed heads", "one head"])
+def test_packed_queries_over_pages(heads: tuple[int, int, int, int]) -> None:
+  """Chunks of prompts beside single queries, and rows of no sequence."""
+  case = PackedCase(
+    [1, 100, 0, 1, 3], [600, 300, 7, 0, 90], 16, rows=110, dtypes_=(HALF, HALF), device=Device.DEFAULT, heads=heads
+  )
+  case.check(is_causal=True)
 
 
 def test_cache_step_by_step() -> None:

@@ -91,11 +91,12 @@ def attention_varlen(
 
   With a page table the keys lie in pages, as in `attention_paged`, and cu_seqlens_k is None. By default the queries of
   a sequence are the last of its kv_lengths positions. So chunks of prompts and single queries of sequences that are
-  being decoded share a call (continuous batching), and under `TinyJit` one kernel serves all lengths. The queries of
-  each sequence are cut into blocks of at most 64 places for queries. There are S + total queries / block of them, of
-  which those without a query cost a tile each. A block costs as much with one query as with many. On a GPU it has 64
-  rows, of all query heads that share a key head, or 64 queries of one head if fewer than 4 heads share it. On a CPU it
-  has 8 queries, or 64 if there are 64 for each sequence. q and the output are copied once, and a mask too.
+  being decoded share a call (continuous batching), and under `TinyJit` the same kernels serve all lengths.
+
+  The queries of each sequence are cut into blocks, S + total queries / block of them. A block costs as much with one
+  query as with many, and a tile if it has none. On a GPU it has 64 rows, of all query heads that share a key head, or
+  64 queries of one head if fewer than 4 heads share it. On a CPU sequences of at most 8 queries have one block each,
+  in a call of their own, and the others blocks of 64. q and the output are copied once per call, and a mask too.
 
   Args:
     q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Dtypes that differ are promoted, as in
@@ -108,8 +109,8 @@ def attention_varlen(
       end sees no key.
     page_table: (S, max_pages), as in `attention_paged`, which says what invalid page ids do.
     kv_lengths: the number of keys of each sequence, as in `attention_paged`; with a page table alone.
-    max_seqlen_q: the most queries of a sequence, which saves memory and empty blocks with a page table; None is the
-      total. If a sequence has more, ints raise an error, and with a Tensor the output is wrong.
+    max_seqlen_q: the most queries of a sequence; None is the total. With a page table it saves memory and empty blocks,
+      above all if it is 1. If a sequence has more, ints raise an error, and with a Tensor its queries see no key.
     is_causal, window: as in `attention`, with positions within the sequence.
     scale, enable_gqa, softcap, sinks, backend: as in `attention`.
     q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor. 0 aligns causal
@@ -121,8 +122,8 @@ def attention_varlen(
       table to (Hq, total queries, max_pages * page_size), where columns are the keys of the query's own sequence.
     block_mask: as in `attention`, of packed queries and keys, whose numbers its mask_mod is called with. None with a
       page table.
-    dropout_p: as in `attention`. Which weights a seed drops depends on the packed numbers of query and key, and with a
-      page table on the block and the place of the query.
+    dropout_p: as in `attention`. Which weights a seed drops depends on the packed numbers of query and key; with a page
+      table on the place of the query in the blocks, and on the number of the key in its sequence.
     q_scale, k_scale, v_scale: as in `attention`, with one batch: numbers, or (Hkv,) for all sequences. With a page
       table they broadcast to (S, Hkv).
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (Hq, total queries) float32. Realize both

@@ -19,7 +19,7 @@ from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.tensors import placed
 
 ROWS = 64  # of a tile of queries: those of a block, of all heads that share a key head
-ROWS_ON_CPU = 8  # where a row costs its products, used or not
+FEW_ON_CPU = 8  # queries of a sequence that has a block of its own on a CPU, where each row costs its products
 
 
 def attend_packed(
@@ -42,10 +42,15 @@ def attend_packed(
     longest: the most queries of a sequence.
   """
   total, Hq, Hkv, S = *sizes(q)[:2], sizes(k_pages)[1], sizes(ends)[0] - 1
-  size = min(longest, queries_per_block(total // max(S, 1), max(1, Hq // max(Hkv, 1)), cast(Devices, q.device)))
-  blocks = QueryBlocks.of(ends if S else ends.pad((0, 1)), max(total, 1), size, longest)
-  out, lse = attend_pages(blocks.split(q), k_pages, v_pages, blocks.arguments(arguments, q_start), backend)
-  return blocks.joined(out)[:total], blocks.joined(lse)[:total].transpose(0, 1)
+  ends = ends if S else ends.pad((0, 1))
+  results: list[Tensor] = []
+  for size, fewest, most in parts_of(longest, max(1, Hq // max(Hkv, 1)), cast(Devices, q.device)):
+    blocks = QueryBlocks.of(ends, max(total, 1), size, fewest, most)
+    of_blocks = attend_pages(blocks.split(q), k_pages, v_pages, blocks.arguments(arguments, q_start), backend)
+    found = [blocks.joined(x) for x in of_blocks]
+    results = [blocks.chosen(x, y) for x, y in zip(found, results, strict=True)] if results else found
+  out, lse = results
+  return out[:total], lse[:total].transpose(0, 1)
 
 
 def checked(arguments: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, S: int) -> Arguments:
@@ -75,34 +80,38 @@ def checked(arguments: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, S
   return arguments
 
 
-def queries_per_block(average: int, group: int, device: Devices) -> int:
-  """Return the queries of a block.
+def parts_of(longest: int, group: int, device: Devices) -> list[tuple[int, int, int]]:
+  """Return the parts of a call: of each the places of a block, and the fewest and the most queries of its sequences.
 
-  Large blocks read keys and values less often; small ones compute less for places without a query.
+  Large blocks read keys and values less often, and small ones compute less for places without a query. A GPU overlaps
+  what waits for memory with what computes, in one part. On a CPU sequences of few queries have a kernel of their own.
 
   Args:
-    average: queries per sequence.
+    longest: the most queries of a sequence.
     group: query heads per key head.
   """
-  if devices_of(device)[0].split(":")[0] == "CPU":
-    return ROWS if average >= ROWS else ROWS_ON_CPU
-  packed = max(1, ROWS // group)
-  return packed if packed <= FEW else ROWS  # kernels pack the heads of few queries alone
+  if devices_of(device)[0].split(":")[0] != "CPU":
+    packed = max(1, ROWS // group)
+    return [(min(longest, packed if packed <= FEW else ROWS), 1, longest)]  # heads of few queries are packed
+  if longest <= FEW_ON_CPU:
+    return [(longest, 1, longest)]
+  return [(FEW_ON_CPU, 1, FEW_ON_CPU), (min(longest, ROWS), FEW_ON_CPU + 1, longest)]
 
 
 @dataclass(frozen=True, eq=False)
 class QueryBlocks:
-  """Packed queries in blocks of `size` places, each with queries of one sequence.
+  """Packed queries, of some of the sequences, in blocks of `size` places, each with queries of one sequence.
 
-  Sequence s, whose first query is cu_seqlens_q[s], has the blocks from cu_seqlens_q[s] // size + s on. Those of the
-  next sequence begin after them, wherever it ends. The last block has no query, nor have others that are left over.
+  The blocks of sequence s begin with number cu_seqlens_q[s] // size plus the number of such sequences before it. So
+  those of the next one begin after them, wherever it ends. The last block has no query, nor have others that are left
+  over.
 
   Attributes:
     size: places of a block.
     numbers: (blocks, 4) int32. Of each block its sequence; the number, within that, of the query in its first place;
       the queries of the sequence, or 0 if the block has none of them; the packed query in its first place.
-    place: the place of each packed query among all blocks', (total,) int32; one of the last block for a query of no
-      sequence.
+    place: the place of each packed query among all blocks', (total,) int32; one of the last block for a query of none
+      of the sequences.
   """
 
   size: int
@@ -110,26 +119,29 @@ class QueryBlocks:
   place: Tensor
 
   @classmethod
-  def of(cls, ends: Tensor, total: int, size: int, longest: int) -> "QueryBlocks":
-    """Find the places.
+  def of(cls, ends: Tensor, total: int, size: int, fewest: int, most: int) -> "QueryBlocks":
+    """Find the places of the sequences with at least `fewest` and at most `most` queries.
 
     Args:
       ends: `cu_seqlens_q`, (S + 1,) int32, of S >= 1 sequences.
       total: packed queries, at least 1.
-      longest: the most queries of a sequence.
+      fewest: at least 1.
     """
     S, device, ends = sizes(ends)[0] - 1, cast(Devices, ends.device), ends.clip(0, total)
-    starts, ends, number = ends[:-1], ends[1:], Tensor.arange(S).cast(dtypes.int)
-    last = S if longest <= size else S + total // size
-    base = number if longest <= size else number + starts // size  # the first block of each sequence
+    starts, counts = ends[:-1], ends[1:] - ends[:-1]
+    counts = ((counts >= fewest) & (counts <= most)).where(counts, 0)
+    before = (counts > 0).cast(dtypes.int)
+    base = before.cumsum() - before
+    last = min(S, total // fewest)
+    if most > size:
+      base, last = base + starts // size, last + total // size
     block, query = Tensor.arange(last + 1).cast(dtypes.int), Tensor.arange(total).cast(dtypes.int)
-    after = base[1:].pad((0, 1), value=last + 1)
-    of_block, of_query = _lookup(base, after, block), _lookup(starts, ends, query)
+    of_block = _lookup(base, base + (counts + size - 1) // size, block)
+    of_query = _lookup(starts, starts + counts, query)
     first = (block - of_block(base)) * size
-    used = (first < of_block(ends - starts)) & (block < last)
-    numbers = of_block(number), first, used.where(of_block(ends - starts), 0), of_block(starts) + first
-    place = of_query(base) * size + (query - of_query(starts)).minimum(longest - 1)
-    place = _within((of_query(ends) > query).where(place, last * size), (last + 1) * size)
+    numbers = of_block(Tensor.arange(S)), first, of_block(counts), of_block(starts) + first
+    place = of_query(base) * size + query - of_query(starts)
+    place = _within((of_query(counts) > 0).where(place, last * size), (last + 1) * size)
     return cls(size, *(placed(x, device).contiguous() for x in (Tensor.stack(*numbers, dim=-1), place)))
 
   @property
@@ -156,6 +168,15 @@ class QueryBlocks:
     """Return (blocks, H, size, ...) as packed rows, (total, H, ...)."""
     x = x.transpose(1, 2)
     return taken(x.reshape(-1, *sizes(x)[2:]), self.place)
+
+  def chosen(self, x: Tensor, y: Tensor) -> Tensor:
+    """Return packed rows, (total, ...): of x for queries in the blocks, and of y for all others."""
+    is_own = self.place < (sizes(self.numbers)[0] - 1) * self.size
+    is_own = is_own.reshape(-1, *(1 for _ in sizes(x)[1:]))
+    if x.dtype != dtypes.bfloat16:
+      return is_own.where(x, y)
+    bits = is_own.where(x.bitcast(dtypes.ushort), y.bitcast(dtypes.ushort))  # CPUs may not select bfloat16
+    return bits.bitcast(x.dtype)
 
   def arguments(self, given: Arguments, q_start: int | Tensor | None) -> Arguments:
     """Return the arguments of the blocks as batches, from those of the packed sequences."""
