@@ -170,7 +170,7 @@ def test_probes_of_biases_on_gpus_have_their_tiles(arch: str) -> None:
   count = 0
   with on(arch):
     (schedule,) = (x for x in all_schedules_on(target_of("EMU"), True) if x.of_bias)
-    for probe in probes_of(replace(schedule, dtypes=(dtypes.half,)), True):
+    for probe in probes_of(replace(schedule, dtypes=(dtypes.half,)), True)[::2]:
       if (prepared := served(probe, "EMU")) is None:
         continue
       (first,) = prepared.launches
@@ -183,7 +183,7 @@ def test_probes_of_biases_on_gpus_have_their_tiles(arch: str) -> None:
         trips = (BiasWork.of(x.spec, x.tiles).trips for x in (launch, made))
         assert len({x > 1 for x in trips}) == 1
         count += 1
-  assert count > 15
+  assert count > 10
 
 
 OF_CPU = Mistake(BiasWork, "kept_head", lambda right: lambda self, item: right(self, item) * 0)
