@@ -59,7 +59,7 @@ def backward_bias(
   """Build the kernel.
 
   Args:
-    dbias: the sums, float32, in `BiasWork.shape`.
+    dbias: the sums, in `BiasWork.shape`.
     q, k, v, do, lse, delta: as for `uopattn.kernels.cpu_backward.backward`.
     first: (1,) int32, the first query whose gradients are wanted, below M; None is 0.
     work: which gradients of scores are added up.
@@ -70,7 +70,7 @@ def backward_bias(
   s = Scope()
   item = s.axis(work.items, AxisType.THREAD)
   acc = s.assign(s.buffer(tiles.block_n, tiles.block_m), lambda n, m: 0.0, within=(item,))
-  trips = s.loop(work.trips, item)
+  trips = s.loop(work.trips_of(item), item)
   at = work.at(item, trips.index)
   start = UOp.const(0) if first is None else clamp(first[0].load().cast(dtypes.weakint), 0, M - 1)
   end = at.exists.where(least([UOp.const(M), start + work.M]), 0)
@@ -117,7 +117,7 @@ def _store(s: Scope, dbias: UOp, work: BiasWork, item: UOp, acc: UOp) -> UOp:
     place = gated(dbias, (row < work.M) & (key < work.N), head, row, key)
   else:
     place = dbias[head, work.part(item), group, m, n]
-  return place.store(acc[n, m].load()).end(m, n)
+  return place.store(acc[n, m].load().cast(dbias.dtype)).end(m, n)
 
 
 SCHEDULE = Schedule(

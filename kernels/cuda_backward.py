@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -41,7 +41,7 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, RowStats, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
-from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
+from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline, of_head
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_elements, row_of
 from uopattn.dsl.nvidia.score_gradients import (
@@ -115,16 +115,20 @@ class Tiles:
     """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
-  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
-    """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V)."""
+  def panels(self, s: Scope, Dk: int, Dv: int, slots: int = 1) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
+    """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V).
+
+    Args:
+      slots: blocks of stationary rows.
+    """
     widths, options = [round_up(Dk, PAIR), round_up(Dv, PAIR)], {"bits": BITS[self.step], "dialect": self.dialect}
-    stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, **options) for width in widths]
+    stationary = [SwizzledTiles.make(s, self.rows, width, slots, self.threads, **options) for width in widths]
     streamed = [SwizzledTiles.make(s, self.block, width, self.stages, self.threads, **options) for width in widths]
     return stationary, streamed
 
-  def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of shared memory per workgroup."""
-    return sum(x.bits.itemsize * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv) for x in panels)
+  def shared_bytes(self, Dk: int, Dv: int, slots: int = 1) -> int:
+    """Bytes of shared memory per workgroup; see `panels`."""
+    return sum(x.bits.itemsize * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv, slots) for x in panels)
 
   def registers(self, Dk: int, Dv: int, sums: int) -> int:
     """32-bit registers per lane for the stationary rows, S, dP and `sums` columns of sums."""
@@ -184,8 +188,8 @@ def over_keys(
   (heads, M, _), (kv_heads, _, _), group, tiles = sizes(q), sizes(v), unit.group, unit.tiles
   row_stats = RowStats(CUDA, lse, delta, group.head, rules.rules.moves)
   keys = [HeadView.of(x, group.head // (heads // kv_heads), rules.length) for x in (k, v)]
-  sources = list(zip(streamed, keys, strict=True))
-  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.dialect)
+  sources = [(panels, of_head(x, key_range.tile)) for panels, x in zip(streamed, keys, strict=True)]
+  pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
   copies = unit.copy([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)], *free)
   ready = pipeline.prologue(*free, *copies)
 
@@ -232,8 +236,9 @@ def backward_kv(
   wanted = [(dk, Factor.DS, 0, rules.scale), (dv, Factor.P, 1, 1.0)]
   results = [(x, left, right, scale) for x, left, right, scale in wanted if x is not None]
   sums = [Sum(unit.zeros(sizes(x)[2], group.item), left, right) for x, left, right, _ in results]
-  sources = list(zip(streamed, [HeadView.of(x, members.head, UOp.const(M)) for x in (q, do)], strict=True))
-  pipeline = CpAsyncPipeline(sources, members.query_range.tile, tiles.stages, group.thread, tiles.dialect)
+  views = [HeadView.of(x, members.head, UOp.const(M)) for x in (q, do)]
+  sources = [(panels, of_head(x, members.query_range.tile)) for panels, x in zip(streamed, views, strict=True)]
+  pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
   copies = unit.copy([HeadView.of(x, group.head, members.n_keys) for x in (k, v)])
   free = [UOp.barrier(x) for x in members.axes]  # the stages are in use until all warps are done with a head
   ready = pipeline.prologue(*free, *copies)
@@ -264,16 +269,19 @@ class WarpMma:
 
   @classmethod
   def make(
-    cls, s: Scope, group: Workgroup, tiles: Tiles, dtype: DType, Dk: int, Dv: int
-  ) -> "tuple[WarpMma, list[SwizzledTiles]]":
+    cls, s: Scope, group: Workgroup, tiles: Tiles, dtype: DType, Dk: int, Dv: int, slots: int = 1
+  ) -> tuple[Self, list[SwizzledTiles]]:
     """The unit, and shared memory for the streamed tiles of both matrices.
+
+    Args:
+      slots: blocks of stationary rows in shared memory.
 
     Raises:
       ValueError: `Tiles.step` is for elements of another size than the dtype's.
     """
     if tiles.step * dtype.itemsize != STEP_BYTES:
       raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // dtype.itemsize} for {dtype}")
-    stationary, streamed = tiles.panels(s, Dk, Dv)
+    stationary, streamed = tiles.panels(s, Dk, Dv, slots)
     return cls(Mma(s, dtype, tiles.turing, tiles.parts), group, tiles, stationary), streamed
 
   @property
@@ -309,7 +317,11 @@ class WarpMma:
 
   def load(self, *after: UOp) -> list[list[Left]]:
     """Load the stationary rows as left operands: of both matrices, for each tile of 16 rows, one per step."""
-    first, tiles = self.group.warp * self.tiles.row_tiles, [x.tile(UOp.const(0), *after) for x in self.panels]
+    return self.load_from([x.tile(UOp.const(0), *after) for x in self.panels])
+
+  def load_from(self, tiles: Sequence[SwizzledTiles]) -> list[list[Left]]:
+    """Load the rows of tiles of both matrices that this warp multiplies; see `load`."""
+    first = self.group.warp * self.tiles.row_tiles
     return [
       [self.mma.load_left(tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.row_tiles)]
       for tile in tiles

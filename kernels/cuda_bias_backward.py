@@ -2,16 +2,24 @@
 
 A workgroup adds up dS of the scores that share a tile of elements of the bias, (block_m, block_n), in registers; see
 `uopattn.dsl.gpu.bias_mainloop`. S and dP are computed as in `backward_q` of `cuda_backward`: each warp keeps queries,
-and all warps stream keys through shared memory. That is two of the five products of a backward pass.
+and all warps stream keys through shared memory. That is two of the five products of a backward pass. Where a trip has
+one tile of keys, its queries stream with it: a pipeline of two stages brings Q, dO, K and V of the next trip meanwhile.
 
 Spills of nvcc 13, in bytes: 8 in float32 at D=128 with a causal mask, where an item has all keys of its queries.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from tinygrad import UOp
 
 from uopattn.dsl import Scope, sizes
+from uopattn.dsl.gpu.backward_mainloop import Elements, RowStats, ScoreRow
 from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
+from uopattn.dsl.instructions import CUDA
+from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma_layout import WARP
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
@@ -24,10 +32,19 @@ class Tiles(BiasTiles):
 
   loop: cuda_backward.Tiles
 
+  def shared_bytes(self, work: BiasWork, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory per workgroup."""
+    return int(self.loop.shared_bytes(Dk, Dv, self.loop.stages if streams_queries(work) else 1))
+
   @property
   def tf32(self) -> bool:
     """Whether float32 is multiplied in tf32."""
     return self.loop.tf32
+
+
+def streams_queries(work: BiasWork) -> bool:
+  """Whether queries stream with keys: an item has more than one trip, and a tile of keys in each."""
+  return work.is_tiled and work.trips > 1
 
 
 def backward_bias(
@@ -47,7 +64,7 @@ def backward_bias(
   """Build the kernel.
 
   Args:
-    dbias: the sums, float32, in `BiasWork.shape`.
+    dbias: the sums, in `BiasWork.shape`.
     q, k, v, do, lse, delta: as for `uopattn.kernels.cuda_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.
@@ -60,13 +77,45 @@ def backward_bias(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s, own = Scope(), tiles.loop
   trips = Trips.of(s, rules, work, own.warps, WARP, first)
-  item, free = trips.item, [UOp.barrier(x) for x in trips.axes]  # memory is in use until all warps are done with a trip
-  unit, streamed = WarpMma.make(s, trips.group, own, q.dtype, Dk, Dv)
-  rows = trips.rows(unit)
-  loop, ready = over_keys(BiasMainloop, s, unit, streamed, trips.rules, trips.key_range, q, k, v, do, lse, delta, *free)
-  sums = loop.run(unit.stationary(ready), [zeros(s, rows, item.item)], ready, *trips.axes)
+  if streams_queries(work):
+    unit, loop, ready = over_trips(s, trips, own, q, k, v, do, lse, delta)
+    rows = trips.rows(unit)
+    total = loop.run_trips(zeros(s, rows, trips.item.item), ready, *trips.axes)
+  else:
+    free = [UOp.barrier(x) for x in trips.axes]  # memory is in use until all warps are done with a trip
+    unit, streamed = WarpMma.make(s, trips.group, own, q.dtype, Dk, Dv)
+    rows, ranges = trips.rows(unit), (trips.rules, trips.key_range)
+    loop, ready = over_keys(BiasMainloop, s, unit, streamed, *ranges, q, k, v, do, lse, delta, *free)
+    (total,) = loop.run(unit.stationary(ready), [zeros(s, rows, trips.item.item)], ready, *trips.axes)
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return item.kernel(name, trips.store(dbias, sums[0].acc, rows))
+  return trips.item.kernel(name, trips.store(dbias, total.acc, rows))
+
+
+def over_trips(
+  s: Scope, trips: Trips, tiles: cuda_backward.Tiles, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp
+) -> tuple[WarpMma, BiasMainloop, UOp]:
+  """The unit and the loop of a workgroup that streams queries and keys, a tile of both in a trip, and its start."""
+  unit, streamed = StreamingMma.make(s, trips.group, tiles, q.dtype, sizes(q)[2], sizes(v)[2], tiles.stages)
+  rows = (trips.keys(k), trips.keys(v), trips.queries(q), trips.queries(do))
+  sources = tuple(zip((*streamed, *unit.panels), rows, strict=True))
+  pipeline = CpAsyncPipeline(sources, tiles.stages, trips.item.thread, tiles.dialect)
+  row_stats = RowStats(CUDA, lse, delta, trips.group.head, trips.rules.rules.moves)
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    return unit.score_rows(first, lambda query: row_stats.of(query, True))
+
+  loop = BiasMainloop(s, unit, pipeline, trips.rules, trips.key_range, tiles.block, score_rows)
+  return unit, loop, pipeline.start()
+
+
+class StreamingMma(WarpMma):
+  """The `MatrixUnit` of a warp whose queries stream with the keys: a trip's tiles are those of K, V, Q and dO."""
+
+  def mma_abt(
+    self, stationary: None, tiles: Sequence[SwizzledTiles], starts: Sequence[Elements | None]
+  ) -> list[Elements]:
+    """Compute S and dP."""
+    return super().mma_abt(self.load_from(tiles[2:]), tiles[:2], starts)
 
 
 SCHEDULE = Schedule(

@@ -46,7 +46,7 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
-from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
+from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline, of_head
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
@@ -175,8 +175,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  sources = [(panels, head_rules.keys(x, q.dtype)) for panels, x in ((k_tiles, k), (v_tiles, v))]
-  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.dialect)
+  views = [head_rules.keys(x, q.dtype) for x in (k, v)]
+  sources = [(panels, of_head(x, key_range.tile)) for panels, x in zip((k_tiles, v_tiles), views, strict=True)]
+  pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
   # Queries that are not loaded here arrive with the first tile, for which the mainloop waits.
   filled = (pipeline.prologue if tiles.in_registers else pipeline.start)(*queries)

@@ -37,7 +37,7 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
-from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline
+from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline, of_head
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
@@ -207,7 +207,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   thread, dialect = group.thread, tiles.dialect
   pipeline: SharedTiles | AlternatingPipeline
   if tiles.values_in_keys:
-    pipeline = SharedTiles(CpAsyncPipeline([keys], key_range.tile, tiles.stages, thread, dialect))
+    source = k_tiles, of_head(head_rules.keys(k), key_range.tile)
+    pipeline = SharedTiles(CpAsyncPipeline([source], tiles.stages, thread, dialect))
   else:
     pipeline = AlternatingPipeline(keys, values, key_range.tile, tiles.stages, thread, dialect)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, thread)

@@ -39,7 +39,7 @@ def backward_bias(
   """Build the kernel.
 
   Args:
-    dbias: the sums, float32, in `BiasWork.shape`.
+    dbias: the sums, in `BiasWork.shape`.
     q, k, v, do, lse, delta: as for `uopattn.kernels.generic_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.

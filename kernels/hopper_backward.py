@@ -83,17 +83,21 @@ class Tiles:
   def threads(self) -> int:
     return self.warpgroups * WARPS * WARP
 
-  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
-    """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V)."""
+  def panels(self, s: Scope, Dk: int, Dv: int, slots: int = 1) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
+    """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V).
+
+    Args:
+      slots: blocks of stationary rows.
+    """
     widths, least = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)], wgmma.PANEL
-    stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, least=least) for width in widths]
+    stationary = [SwizzledTiles.make(s, self.rows, width, slots, self.threads, least=least) for width in widths]
     return stationary, [
       SwizzledTiles.make(s, self.block, width, self.stages, self.threads, least=least) for width in widths
     ]
 
-  def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of shared memory per workgroup."""
-    return sum(2 * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv) for x in panels)
+  def shared_bytes(self, Dk: int, Dv: int, slots: int = 1) -> int:
+    """Bytes of shared memory per workgroup; see `panels`."""
+    return sum(2 * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv, slots) for x in panels)
 
   def registers(self, Dk: int, Dv: int, of_keys: bool) -> int:
     """32-bit registers per lane for S, dP and the sums; in `backward_kv` also for lse and delta."""

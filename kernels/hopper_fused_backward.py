@@ -12,7 +12,8 @@ Before the last dK of the tile is started:
 At head sizes above 64 a warpgroup has 64 keys: all wait for each other, and each computes 64 columns of dQ over all
 keys. Up to 64 it has 128 keys, which halves what is added to memory, and computes dQ over its own keys only. The second
 warpgroup adds its part to the first one's in shared memory. So the first one never waits, and one computes P and dS
-while the other multiplies.
+while the other multiplies. Masks on single keys, score functions and dropout need registers; then it has 64 keys there
+too.
 
 The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits.
 Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
@@ -25,7 +26,8 @@ the semaphores to 0; `backward` is the pass; `finish` rounds dQ. `preferred` say
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). At D=64 with a causal mask up to 24 bytes spill; nothing else does.
+(`uopattn.dsl.nvidia.gradient_pipeline`). Spills of nvcc 13, in bytes: at D=64 with a causal mask 4 (NVRTC: 24); at
+D=128 with an additive mask 8 (causal 48), and with dropout 60 (causal 212).
 
 Speed on an H200, N=4096: 506 TFLOP/s at D=128 and 450 at D=64, causal 451 and 400, 1.06 to 1.17 times cuDNN.
 scripts/results/KERNELS.md has more.
@@ -41,7 +43,7 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, score_vjp, weights
+from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, dropped, score_vjp, weights
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
@@ -134,9 +136,9 @@ class Tiles:
     return BLOCK + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
   @classmethod
-  def of(cls, Dk: int) -> "Tiles":
-    """The tiles for a head size."""
-    return cls(2, row_tiles=2 if Dk <= PART else 1)
+  def of(cls, problem: Problem) -> "Tiles":
+    """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
+    return cls(2, row_tiles=2 if problem.Dk <= PART and problem.light_on_registers else 1)
 
 
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
@@ -163,21 +165,22 @@ def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for each other."""
   p = problem
-  blocks, kv_heads = ceildiv(p.N, Tiles.of(p.Dk).rows), p.B * p.Hkv
+  blocks, kv_heads = ceildiv(p.N, Tiles.of(p).rows), p.B * p.Hkv
   first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
   tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, BLOCK)
   return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
 
-def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> UOp:
+def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles, moves: bool) -> UOp:
   """Build the kernel that prepares the pass.
 
   Args:
-    row_stats: (heads, 2, queries rounded up to tiles) float32, receives the LSE in base 2, and delta. For a query that
-      does not exist the LSE is infinite, so that its weights are 0.
+    row_stats: (heads, 2, queries rounded up to tiles) float32, receives the LSE and delta. For a query that does not
+      exist the LSE is infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
     tiles: block sizes.
+    moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
   (heads, _, padded), (_, M), count = sizes(row_stats), sizes(lse), semaphores.base.max_numel()
   s = Scope()
@@ -187,10 +190,10 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles
   inside = head < heads
   there = inside & (row < M)
   found = [there.where(x.base[(head * M + row).valid(there)].load(), 0.0) for x in (lse, delta)]
-  base_2 = found[0] * LOG2E
-  for beyond, limit in ((base_2 < LOWEST, LOWEST), (base_2 > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
-    base_2 = beyond.where(limit, base_2)
-  numbers = (row < M).where(base_2, float("inf")), found[1]
+  finite = found[0] if moves else found[0] * LOG2E
+  for beyond, limit in ((finite < LOWEST, LOWEST), (finite > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
+    finite = beyond.where(limit, finite)
+  numbers = (row < M).where(finite, float("inf")), found[1]
   stores = [row_stats.base[((head * 2 + i) * padded + row).valid(inside)].store(x) for i, x in enumerate(numbers)]
   stores.append(semaphores.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
@@ -423,7 +426,8 @@ class Mainloop:
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = self.elements(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
-      started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
+      left = self.packed(words[0], dropped(rules, score_rows, p), ready)
+      started = self.start_sum(of_dv, left, pipe.do.tile(number), ready)
       ready = wait_for(1, scores[1], started)
       delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
@@ -532,7 +536,7 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("tiles",)),
+    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("tiles", "moves")),
     Kernel(
       backward,
       (*(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)), Q, K, V, DO, ROW_STATS),

@@ -163,8 +163,8 @@ def merged(**given: Any) -> Any:
 # Functions and those of their arguments that are Tensors.
 TAKE_TENSORS: list[tuple[Callable[..., Any], str]] = [
   (of_attention, "q k v attn_mask sinks aux q_start kv_lengths"),
-  (of_varlen, "q k v cu_seqlens_q cu_seqlens_k q_start sinks aux"),
-  (of_pages, "q k_pages v_pages page_table kv_lengths q_start sinks aux"),
+  (of_varlen, "q k v cu_seqlens_q cu_seqlens_k attn_mask q_start sinks aux"),
+  (of_pages, "q k_pages v_pages page_table kv_lengths attn_mask q_start sinks aux"),
   (by_cache, "q attn_mask sinks aux kv_lengths"),
   (into_cache, "k v"),
   (seen_of, "aux"),
@@ -179,7 +179,7 @@ def test_what_is_no_tensor_is_named(function: Callable[..., Any], names: str) ->
     for x, what in ((np.zeros((2, 4, 5, 8), np.float32), "a numpy.ndarray"), ([1.5], "a list"), (None, "None")):
       if x is None and name in OPTIONAL and function is not of_pages:
         continue
-      if x is None and name == "sinks":
+      if x is None and (name in ("sinks", "attn_mask") or (function is of_varlen and name == "q_start")):
         continue
       inner = name in ("aux", "outs", "lses")
       given, said = ((x,), f"{name}[0]") if inner else (x, name)

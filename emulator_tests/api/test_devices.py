@@ -254,6 +254,26 @@ def test_varlen(axis: int) -> None:
   np.testing.assert_allclose(found[0], found[1], rtol=0, atol=0 if axis == 1 else 2e-6)
 
 
+@pytest.mark.parametrize("axis", [1, None])
+def test_packed_queries_over_pages(axis: int | None) -> None:
+  """By heads, also with a mask of them, or whole on every device."""
+  random, found = np.random.default_rng(0), []
+  shapes = (24, 4, 16), (9, 2, 16, 16), (9, 2, 16, 16), (4, 24, 48)
+  q, k, v, mask = (random.standard_normal(x).astype(np.float32) for x in shapes)
+  ints = [np.array(x, np.int32) for x in ([0, 1, 20], [[7, 3, 5], [7, 2, 0]], [40, 25])]
+  for devices in (None, DEVICES):
+    a, b, c = (put(x, axis, devices) for x in (q, k, v))
+    cu, table, lengths = (put(x, None, devices) for x in ints)
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "attn_mask": put(mask, axis and 0, devices)}
+    out, lse = attention_varlen(
+      a, b, c, cu, None, page_table=table, kv_lengths=lengths, return_lse=True, backend="kernel", **options
+    )
+    found.append([out.numpy(), lse.numpy()])
+    assert devices is None or out.uop.axis == axis
+  for one, two in zip(*found, strict=True):
+    np.testing.assert_array_equal(one, two)
+
+
 def test_views_are_read_in_place_and_written_so(caplog: pytest.LogCaptureFixture) -> None:
   qkv, found = np.random.default_rng(0).standard_normal((2, 24, 3, 4, 16)).astype(np.float32), []
   for devices in (None, DEVICES):

@@ -9,10 +9,11 @@ import pytest
 from helpers import DTYPES, drawn, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
-from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
+from test_dropout import P, kept_weights
+from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine.realize import runtime_cache
 
-from uopattn import attention_paged
+from uopattn import BlockMask, attention_paged
 from uopattn.dsl import sizes
 from uopattn.dsl.rules import head_view
 from uopattn.proof.gate import numpy, verify
@@ -135,6 +136,53 @@ def test_options(name: str, way: tuple[str, int]) -> None:
   Case([70, 41], 13, M=M).check(backend, **OPTIONS[name])
 
 
+def masks(name: str, M: int, N: int, device: str = "CPU") -> tuple[dict[str, Any], dict[str, Any]]:
+  """What `attention_paged` takes, and what the oracle does, for what hides single keys."""
+  rng = np.random.default_rng(M)
+  bias = rng.standard_normal((HQ, M, N)).astype(np.float32)
+  bias[:, :, 70:] = np.nan  # beyond the lengths
+  seen = rng.random((B, 1, M, N)) < 0.6
+  if name == "dropout":
+    return {"dropout_p": P}, {"dropout_p": P, "kept": kept_weights(B, HQ, M, N)}
+  if name == "block_mask":
+    given = BlockMask.of(banded, 1, HQ, M, N, block_m=16, block_n=10, device=device)
+    return {"block_mask": given}, {"mask_mod": banded}
+  x = bias if name == "additive" else seen[:1, :, :1] if name == "of keys" else seen
+  return {"attn_mask": placed(x, device=device)}, {"attn_mask": np.where(np.isnan(x), 0, x) if x is bias else x}
+
+
+def banded(b: Any, h: Any, i: Any, j: Any) -> Any:
+  return (j <= i + 40) & (j % 30 < 15 + 5 * h)
+
+
+def check_masks(name: str, M: int, backend: str = "kernel", device: str = "CPU", **options: Any) -> None:
+  case = Case([70, 41], 13, M=M, device=device, **options)
+  given, theirs = masks(name, M, case.max_pages * 13, device)
+  with Context(TRAINING=int(name == "dropout")):
+    results = case.run(backend, is_causal=True, q_start=38, **given)
+  for report in case.reports(*results, is_causal=True, q_start=38, **theirs):
+    assert report.correct, f"worst at {report.worst}: {report}"
+
+
+MASKS = ("bool", "of keys", "additive", "block_mask", "dropout")
+
+
+@pytest.mark.each("way", evenly=True)
+@pytest.mark.parametrize("way", [("kernel", 3), ("kernel", 40), ("reference", 3)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_dropout(name: str, way: tuple[str, int]) -> None:
+  check_masks(name, way[1], way[0])
+
+
+@pytest.mark.kinds(arch=("gfx942", "sm_90", "apple9", "cl"))
+@pytest.mark.each("name", "arch", evenly=True)
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "apple9", "cl"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_dropout_on_gpus(name: str, arch: str) -> None:
+  with on(arch):
+    check_masks(name, 20, device="EMU", dtype=dtypes.float16)
+
+
 @pytest.mark.each("backend", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("kv_lengths", [53, LENGTH.bind(53), LENGTH.bind(51) + 2], ids=["int", "bound", "expression"])
@@ -173,7 +221,7 @@ def test_what_is_no_key_does_not_matter(M: int) -> None:
     case.check(backend)
 
 
-TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90")
+TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90", "apple9", "cl")
 
 
 @pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90"))

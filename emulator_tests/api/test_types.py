@@ -7,7 +7,7 @@ from typing import Any, assert_type, get_overloads, get_type_hints
 import pytest
 from tinygrad import Tensor
 
-from uopattn import KVCache, attention, attention_paged, attention_varlen, merge_states
+from uopattn import KVCache, RingCache, attention, attention_paged, attention_varlen, merge_states
 from uopattn.spec.arguments import ARGUMENTS
 
 Pair = tuple[Tensor, Tensor]
@@ -20,6 +20,7 @@ def of_results(x: Tensor, cache: KVCache, flag: bool) -> None:
   assert_type(attention(x, x, x, return_lse=flag), Tensor | Pair)
   assert_type(attention_varlen(x, x, x, [0, 1], [0, 1], q_start=3), Tensor)
   assert_type(attention_varlen(x, x, x, [0, 1], [0, 1], return_lse=True), Pair)
+  assert_type(attention_varlen(x, x, x, x, None, page_table=x, kv_lengths=x, max_seqlen_q=1), Tensor)
   assert_type(attention_paged(x, x, x, x, 3, is_causal=True), Tensor)
   assert_type(attention_paged(x, x, x, x, 3, return_lse=True), Pair)
   assert_type(cache.attend(x, 0, window=(3, None)), Tensor)
@@ -27,7 +28,9 @@ def of_results(x: Tensor, cache: KVCache, flag: bool) -> None:
   assert_type(merge_states([x], [x]), Pair)
 
 
-@pytest.mark.parametrize("function", [attention, attention_varlen, attention_paged, KVCache.attend])
+@pytest.mark.parametrize(
+  "function", [attention, attention_varlen, attention_paged, KVCache.attend, RingCache.attend, RingCache.prefill]
+)
 def test_overloads_are_those_of_the_function(function: Callable[..., Any]) -> None:
   """They differ in the result alone; the options are arguments that there are, and are documented."""
   hints, parameters = get_type_hints(function), inspect.signature(function).parameters

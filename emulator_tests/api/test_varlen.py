@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, on_device
-from tinygrad import Tensor, TinyJit, dtypes
+from helpers import DTYPES, on, on_device, placed
+from test_dropout import P, kept_weights
+from tinygrad import Context, Tensor, TinyJit, dtypes
 
-from uopattn import attention_varlen
+from uopattn import BlockMask, attention_varlen
 from uopattn.api.varlen import key_bounds
 from uopattn.dsl.rules.ranges import Window
 from uopattn.proof.gate import Gate, numpy
@@ -150,6 +151,80 @@ def test_mods_have_the_indices_of_a_sequence(name: str, backend: str) -> None:
   check_varlen(LENGTHS["three"], backend=backend, aux=aux, **MODS[name])
 
 
+def blocked(b: Any, h: Any, i: Any, j: Any) -> Any:
+  return ((i + 2 * j) % 7 > h) & (j // 16 != 2)
+
+
+def masked(name: str, M: int, N: int, device: str = "CPU") -> tuple[dict[str, Any], Any]:
+  """What `attention_varlen` takes, and what the oracle does for all packed queries and keys."""
+  rng = np.random.default_rng(4)
+  if name == "block_mask":
+    seen = blocked(0, np.arange(HQ).reshape(-1, 1, 1), np.arange(M).reshape(-1, 1), np.arange(N))
+    blocks = BlockMask.of(blocked, 1, HQ, M, N, block_m=16, block_n=16, device=device)
+    return {"block_mask": blocks}, {"attn_mask": np.broadcast_to(seen, (HQ, M, N))}
+  if name == "dropout":
+    return {"dropout_p": P}, {"dropout_p": P, "kept": kept_weights(1, HQ, M, N)[0]}
+  mask = rng.standard_normal((HQ, M, N)).astype(np.float32)
+  mask = mask[0] < 0.5 if name == "bool" else mask[:, :1] if name == "of keys" else mask
+  return {"attn_mask": placed(mask, device=device)}, {"attn_mask": np.broadcast_to(mask, (HQ, M, N))}
+
+
+def check_masked(name: str, backend: str = "kernel", dtype: Any = dtypes.float32, device: str = "CPU") -> None:
+  lengths = ([10, 1, 25], [20, 9, 30])
+  (M, N), (cu_q, cu_k) = map(sum, lengths), map(ends, lengths)
+  q, k, v = (placed(x.numpy(), dtype, device) for x in tensors(lengths))
+  given, theirs = masked(name, M, N, device)
+  with Context(TRAINING=int(name == "dropout")):
+    out, lse = attention_varlen(
+      q, k, v, cu_q, cu_k, is_causal=True, q_start=9, enable_gqa=True, return_lse=True, backend=backend, **given
+    )
+  Tensor.realize(out, lse)
+  arrays = [numpy(x).swapaxes(0, 1)[None] for x in (q, k, v, out)]
+  for (first, end), (key, last) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
+    own = {name: x if name == "dropout_p" else x[None, :, first:end, key:last] for name, x in theirs.items()}
+    a, b, c, found = (
+      x[:, :, slice(*part)]
+      for x, part in zip(arrays, ((first, end), (key, last), (key, last), (first, end)), strict=True)
+    )
+    gate = Gate.of_arrays(a, b, c, dtype, is_causal=True, q_start=9, **own)
+    for report in (gate.output(found), gate.lse(lse.numpy()[None, :, first:end])):
+      assert report.correct, f"worst at {report.worst}: {report}"
+
+
+MASKS = ("bool", "of keys", "additive", "block_mask", "dropout")
+
+
+@pytest.mark.each("backend", evenly=True)
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_dropout_of_packed_queries_and_keys(name: str, backend: str) -> None:
+  check_masked(name, backend)
+
+
+@pytest.mark.kinds(arch=("gfx942", "sm_80", "apple9"))
+@pytest.mark.each("name", "arch", evenly=True)
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "apple9", "cl"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_dropout_on_gpus(name: str, arch: str) -> None:
+  with on(arch):
+    check_masked(name, "kernel", dtypes.bfloat16, "EMU")
+
+
+@pytest.mark.parametrize("name", ["additive", "block_mask", "dropout"])
+def test_gradients_with_masks_and_dropout(name: str) -> None:
+  lengths, found = ([20, 30], [30, 21]), []
+  for backend in ("kernel", "reference"):
+    q, k, v = tensors(lengths)
+    given, _ = masked(name, 50, 51)
+    leaves = [q, k, v, *([given["attn_mask"]] if name == "additive" else [])]
+    Tensor.manual_seed(5)
+    with Context(TRAINING=int(name == "dropout")):
+      loss = attention_varlen(q, k, v, *map(ends, lengths), is_causal=True, enable_gqa=True, backend=backend, **given)
+    found.append([x.numpy() for x in loss.square().sum().gradient(*leaves)])
+  for got, want in zip(*found, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_what_a_score_mod_reads() -> None:
   found = []
   for backend in ("kernel", "reference"):
@@ -269,6 +344,9 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
   "device": ((Q, Q, Q, CU, Tensor(CU, device="PYTHON")), {}, ValueError, "cu_seqlens_k is on PYTHON, q is on CPU"),
   "q_start": ((Q, Q, Q, CU, CU), {"q_start": Tensor([1])}, ValueError, r"q_start has shape \(1,\); it must be \(2,\)"),
   "q_start float": ((Q, Q, Q, CU, CU), {"q_start": 1.5}, TypeError, "q_start is 1.5; accepted are an int and"),
+  "no keys' offsets": ((Q, Q, Q, CU, None), {}, TypeError, "cu_seqlens_k is None; it must be a Tensor of an integer"),
+  "longest": ((Q, Q, Q, CU, CU), {"max_seqlen_q": 5}, ValueError, "max_seqlen_q is 5, but sequence 1 has 6 queries"),
+  "mask": ((Q, Q, Q, CU, CU), {"attn_mask": Q[:, :, 0]}, ValueError, r"attn_mask has shape \(10, 4\); it must broad"),
   "window": ((Q, Q, Q, CU, CU), {"window": 3}, TypeError, "window is 3; it must be"),
   "backend": ((Q, Q, Q, CU, CU), {"backend": "fast"}, ValueError, "backend is 'fast'"),
 }  # fmt: skip

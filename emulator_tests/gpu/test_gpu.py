@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_append_paged
+import test_ragged_cache
+import test_ring_cache
 from gradients import check_gradients, check_gradients_of_sequences, cotangents, gradients_of
 from helpers import check, check_attention, dispatch_among, drawn, on_device, qkv, served_by
 from test_dropout import P, kept_weights
@@ -21,6 +24,7 @@ from tinygrad.nn.optim import SGD
 
 from uopattn import attention, attention_varlen, flash
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.kernels import cuda_forward, hopper_forward, hopper_fused_backward
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import verify, verify_gradients
@@ -394,6 +398,24 @@ def test_cache_of_eight_bits(dtype: DType, q_dtype: DType, M: int) -> None:
   length, N = 1003, 1500
   cache = filled(dtype, length, N=N, D=(64, 128), device=Device.DEFAULT)
   check_attend(cache, normal(2, 4, M, 64, dtype=q_dtype, device=Device.DEFAULT), start_at(length - M, M, N))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, *QUANTIZED_DTYPES], ids=str)
+def test_appending_at_a_position_of_each_sequence(dtype: DType) -> None:
+  test_ragged_cache.check_append(dtype, [7, 0, 65], 5, Device.DEFAULT, BFLOAT if dtype == BFLOAT else FLOAT)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
+def test_appending_to_pages(dtype: DType) -> None:
+  of = HALF if dtype in DTYPES_8 else dtype
+  test_append_paged.check_append([3, 0, 7], 20, 7, dtype, Device.DEFAULT, of, counts=[20, 0, 13])
+
+
+@pytest.mark.parametrize("M_max", [1, 2])
+def test_a_ring(M_max: int) -> None:
+  cache = test_ring_cache.poisoned(5, Device.DEFAULT, HALF, sink_tokens=2, M_max=M_max)
+  text = test_ring_cache.Text(HALF, Device.DEFAULT)
+  test_ring_cache.steps(cache, text, [M_max] * 12, "Tensor", 5, 2)
 
 
 @pytest.mark.parametrize("M", [1, 150], ids=["few", "many"])

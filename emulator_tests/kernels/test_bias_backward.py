@@ -16,8 +16,7 @@ from tinygrad.dtype import DType
 import uopattn.emulator as emulator
 from uopattn.dsl.gpu import bias_mainloop
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
-from uopattn.dsl.target import GENERIC
-from uopattn.kernels import amd_backward, apple_backward, cuda_backward, generic_backward
+from uopattn.kernels import amd_backward, apple_backward, cuda_backward, generic_backward, hopper_backward
 from uopattn.plan import gradient
 from uopattn.plan.dispatch import bias_launch
 from uopattn.plan.launch import Launch
@@ -65,6 +64,10 @@ def by_distance(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any) -> Any:
   return s + a[j - i + 60]
 
 
+def by_head_and_distance(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any) -> Any:
+  return s + a[h, j - i + 80]
+
+
 def looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, c: Any) -> Any:
   return s + a[c[i, j]]
 
@@ -73,11 +76,16 @@ KINDS = {
   "pairs": Kind(
     Bias(False, True, Places.PAIRS), (2, 4, 2, 37, 45, 16, 24), {"attn_mask": normal(1, 4, 37, 45), "softcap": 3.0}
   ),
+  "pairs in 16 bits, causal": Kind(
+    Bias(False, True, Places.PAIRS),
+    (3, 2, 1, 70, 130, 16, 16),
+    {"attn_mask": normal(1, 2, 70, 130).astype(np.float16), "is_causal": True},
+  ),
   "pairs of some queries": Kind(
-    Bias(False, False, Places.PAIRS, (0, 0), count=64),
-    (1, 2, 2, 150, 20, 16, 16),
-    {"score_mod": looked_up, "aux": (normal(8), R.integers(0, 8, (150, 20)).astype(np.int32))},
-    first=64,
+    Bias(False, False, Places.PAIRS, (0, 0), count=128),
+    (1, 2, 2, 270, 20, 16, 16),
+    {"score_mod": looked_up, "aux": (normal(8), R.integers(0, 8, (270, 20)).astype(np.int32))},
+    first=128,
   ),
   "queries": Kind(
     Bias(False, True, Places.QUERIES), (2, 2, 1, 40, 90, 16, 16), {"attn_mask": normal(1, 2, 40, 1), "window": (20, 10)}
@@ -100,6 +108,12 @@ KINDS = {
     (1, 2, 2, 50, 70, 16, 16),
     {"score_mod": by_distance, "aux": (normal(130),), "dropout_p": P, "kept": kept_by_seed((1, 2), 1, 2, 50, 70)},
     parts=3,
+  ),
+  "distances in a window": Kind(
+    Bias(False, True, Places.DISTANCES, (0, 0)),
+    (3, 2, 2, 70, 100, 16, 16),
+    {"score_mod": by_head_and_distance, "aux": (normal(2, 200),), "window": (30, 5)},
+    parts=2,
   ),
 }
 EACH = ("sm_80", "apple9", "gfx942", "cl")
@@ -137,11 +151,16 @@ def small_generic(arch: str, dtype: DType) -> generic_backward.Tiles:
   return generic_backward.Tiles(16, 16, 2, 8)
 
 
+def small_hopper(arch: str, dtype: DType) -> hopper_backward.Tiles:
+  return hopper_backward.Tiles(1, 64, 2)
+
+
 SMALL: dict[str, Callable[[str, DType], Any]] = {
-  "CUDA": small_cuda,
-  "METAL": small_apple,
-  "AMD": small_amd,
-  GENERIC: small_generic,
+  "hopper_bias_backward": small_hopper,
+  "cuda_bias_backward": small_cuda,
+  "apple_bias_backward": small_apple,
+  "amd_bias_backward": small_amd,
+  "generic_bias_backward": small_generic,
 }
 
 
@@ -155,7 +174,7 @@ class Case:
     given: its operands.
     arguments: the arguments of the attention.
     wanted, naive: the sums in float64, and as computed naively in the dtype.
-    unit: unit roundoff of the dtype.
+    unit: unit roundoff of the dtype, or of the sums if that is larger.
   """
 
   kind: Kind
@@ -188,21 +207,21 @@ class Case:
     mask = np.broadcast_to(kind.options.get("attn_mask", np.float32(0)), (B, Hq, M, N))
     gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, **kind.options | {"attn_mask": mask})
     wanted, naive = (summed(kind, x.attn_mask) for x in (gate.exact, gate.naive))
-    return cls(kind, launch, given | arguments.buffers(), arguments, wanted, naive, gate.unit)
+    unit = max(gate.unit, PRECISIONS[launch.spec.bias_dtype].unit)
+    return cls(kind, launch, given | arguments.buffers(), arguments, wanted, naive, unit)
 
   @property
   def small(self) -> Any:
     """Tiles for several trips, blocks and tiles of few queries and keys."""
-    device, arch = self.launch.schedule.devices[0], target_of(Device.DEFAULT).arch
-    loop = SMALL[device](arch, self.launch.spec.dtype)
+    loop = SMALL[self.launch.schedule.name](target_of(Device.DEFAULT).arch, self.launch.spec.dtype)
     return type(self.launch.tiles)(loop, self.kind.parts)
 
   def run(self, tiles: Any = None) -> Array:
     """The sums of the kernel, which writes them to an output full of NaN; with the tiles of choice unless given."""
     launch = replace(self.launch, tiles=tiles or self.launch.tiles)
     (output,) = (x for x in launch.buffers() if x.name == "dbias")
-    given = self.given | {"dbias": [stored(np.full(output.shape, np.nan, np.float32), FLOAT, Device.DEFAULT)]}
-    found = launch.run(Device.DEFAULT, given, self.arguments.variables())["dbias"].realize().numpy()
+    given = self.given | {"dbias": [stored(np.full(output.shape, np.nan, np.float32), output.dtype, Device.DEFAULT)]}
+    found = launch.run(Device.DEFAULT, given, self.arguments.variables())["dbias"].realize().float().numpy()
     return collected(found, BiasWork.of(launch.spec, launch.tiles))
 
   def check(self, tiles: Any = None) -> None:
@@ -285,10 +304,10 @@ def test_two_scores_added_to_one_sum(arch: str, monkeypatch: pytest.MonkeyPatch)
     compiled.cache_clear()
 
 
-@pytest.mark.parametrize("arch", EACH)
-def test_each_barrier_and_wait_deleted(arch: str) -> None:
+@pytest.mark.parametrize(("arch", "name"), [*((x, "slopes") for x in EACH), ("sm_80", "distances in a window")])
+def test_each_barrier_and_wait_deleted(arch: str, name: str) -> None:
   with on(arch):
-    case = Case.of(KINDS["slopes"], HALF)
+    case = Case.of(KINDS[name], HALF)
     outcomes = emulator.delete_each_barrier(lambda: case.run(case.small))
   # Behind the tiles of each trip tinygrad has a barrier of its own, which is redundant.
   redundant = 0 if arch == "sm_80" else 1

@@ -11,6 +11,8 @@ from conformance_backward import BFLOAT, HALF, Case, Machine, Shape
 from gradients import check_gradients, gradients_of
 from helpers import dispatch_among, inputs
 from report_cuda import by_nvcc, figure, rendered
+from test_dropout import P, kept_by_seed
+from test_features import FEATURES, some
 from tinygrad import Tensor, UOp
 
 import uopattn.emulator as emulator
@@ -42,6 +44,38 @@ def test_matches_the_oracle(name: str) -> None:
   machine = FUSED._replace(dtype=BFLOAT if name == "sinks" else HALF)
   with machine.device():
     Case.of(machine, *CASES[name]).check()
+
+
+GROUPED: Shape = (2, 4, 2, 150, 200, 24, 40)  # no whole tile at the end
+
+
+@pytest.mark.kinds(name=("attn_mask", "score_mod"))
+@pytest.mark.parametrize("name", ["attn_mask", "mask_mod", "score_mod", "softcap"])
+def test_features(name: str) -> None:
+  chosen = some(np.random.default_rng(FEATURES.index(name) % 2), GROUPED, name, "is_causal")
+  with FUSED.device():
+    Case.of(FUSED, GROUPED, chosen).check()
+
+
+@pytest.mark.slow
+def test_dropout() -> None:
+  B, Hq, _, M, N, *_ = GROUPED
+  with FUSED.device():
+    Case.of(FUSED, GROUPED, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)}).check()
+
+
+@pytest.mark.slow
+def test_all_features_that_are_served_together() -> None:
+  shape: Shape = (1, 2, 1, 150, 200, 72, 72)
+  names = ("attn_mask", "is_causal", "mask_mod", "q_start", "score_mod", "sinks", "softcap")
+  with FUSED.device():
+    Case.of(FUSED, shape, some(np.random.default_rng(3), shape, *names)).check()
+
+
+@pytest.mark.slow
+def test_a_score_mod_that_is_infinite_past_the_last_query() -> None:
+  with FUSED.device():
+    Case.of(FUSED, (1, 2, 1, 50, 140, 16, 16), {"score_mod": lambda s, b, h, i, j: s + 1.0 / (50 - i)}).check()
 
 
 SMALL: Shape = (1, 2, 1, 70, 270, 16, 8)  # two blocks of keys, two tiles of each of two heads
@@ -136,7 +170,8 @@ SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
     ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting
     ({"masks": (Window(None, 0),), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
     ({"masks": (Window(100, 0),)}, "hopper_backward"),
-    ({"features": ("softcap",)}, "hopper_backward"),
+    ({"features": ("softcap", "attn_mask", "score_mod", "mask_mod", "dropout_p")}, "hopper_fused_backward"),
+    ({"features": ("kv_lengths",)}, "hopper_backward"),
     ({"layouts": (("q", Layout(128 * 4096 * 68, 0, (32 * 4096 * 68, 4096 * 68, 68, 1))),)}, "hopper_backward"),
     ({"layouts": (("q", Layout(128 * 4096 * 72, 8, (32 * 4096 * 72, 4096 * 72, 72, 1))),)}, "hopper_fused_backward"),
     ({"Dk": 136, "Dv": 64}, "hopper_backward"),

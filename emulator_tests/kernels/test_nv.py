@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from tinygrad import Context, Device, UOp, dtypes
-from tinygrad.device import Compiled
+from tinygrad.codegen import to_program
+from tinygrad.device import Compiled, Compiler
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import Target as renderer_target
@@ -23,13 +24,17 @@ from tinygrad.renderer.ptx import PTXRenderer
 from tinygrad.runtime import ops_nv
 from tinygrad.runtime.ops_nv import NVProgram, nv_gpu
 from tinygrad.runtime.support.elf import elf_loader
+from tinygrad.uop.ops import Ops
 
 from uopattn import info
 from uopattn.dsl.target import Target, lds_limit
+from uopattn.kernels.append import Rows
+from uopattn.plan.append import Append, Memory
 from uopattn.plan.dispatch import WITH_NVRTC_AND_NVCC, NoKernel, delta_launch, dispatch, dispatch_backward, stages
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import shown, target_of
 from uopattn.runtime import cuda
+from uopattn.runtime.prepare import prepared
 from uopattn.spec.spec import AttentionSpec
 
 HALF, BFLOAT, FLOAT, FP8 = dtypes.float16, dtypes.bfloat16, dtypes.float32, dtypes.fp8e4m3
@@ -222,6 +227,21 @@ def test_what_to_set_where_tinygrad_renders_something_else(
     f"no kernel for device {kind}:{name}; kernels are CUDA C++: set {nvrtc}, which needs NVRTC, or {nvcc}, which needs "
     "nvcc",
   )
+
+
+@pytest.mark.parametrize(("kind", "renderer"), [("NV", NAKRenderer), ("CUDA", PTXRenderer)])
+def test_caches_are_written_where_tinygrad_renders_something_else(
+  kind: str, renderer: type[PTXRenderer | NAKRenderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """The kernel has tinygrad's own ops alone, so its renderer gets it as it is."""
+  monkeypatch.setattr("uopattn.runtime.prepare.Device", {kind: SimpleNamespace(renderer=renderer.__new__(renderer))})
+  rows, new = (Memory((2, 2, n, 16), HALF, None) for n in (9, 3))
+  call = Append((rows, rows), None, (new, new), Rows(9), (), None, False, None)
+  kernel = prepared(lambda call: (call.graph(False), call.estimates()), kind, call)
+  assert kernel.op is Ops.SINK
+  ptx = PTXRenderer(renderer_target("CUDA", "PTX", "sm_89"))
+  ptx.compiler = Compiler()  # nobody assembles it
+  assert any(x.op is Ops.SOURCE and "st.global" in x.arg for x in to_program(kernel, ptx).src)
 
 
 @pytest.mark.parametrize("kind", RENDERERS)

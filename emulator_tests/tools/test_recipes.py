@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").glob("*.py"))
-SLOW = ("training", "tree_masks", "mla_decode", "gpt_oss", "sliding_window_with_sinks", "shared_prefix")
+SLOW = (
+  "continuous_batching",
+  "training",
+  "tree_masks",
+  "mla_decode",
+  "gpt_oss",
+  "sliding_window_with_sinks",
+  "shared_prefix",
+)
 CASES = [pytest.param(x, id=x.stem, marks=[pytest.mark.slow] if x.stem in SLOW else []) for x in RECIPES]
 
 

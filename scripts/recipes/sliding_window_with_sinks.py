@@ -1,14 +1,14 @@
 """A sliding window with sinks: each query sees the first tokens and the latest ones (StreamingLLM, Xiao et al., 2023).
 
 These sinks are tokens; for learnt sinks, which are logits without a token, see `gpt_oss.py`. A `BlockMask` knows which
-blocks of keys are empty, so the cost is that of the window, not of the sequence. While decoding, the two parts are
-attended to apart and merged, so nothing between them is read.
+blocks of keys are empty, so the cost is that of the window, not of the sequence. While decoding, a `RingCache` holds
+the two parts, and nothing between them.
 """
 
 import numpy as np
 from tinygrad import Tensor
 
-from uopattn import BlockMask, attention, merge_states
+from uopattn import BlockMask, RingCache, attention
 from uopattn.mods import and_masks, causal, or_masks, sliding_window
 from uopattn.proof.gate import verify
 
@@ -29,10 +29,12 @@ out = attention(q, k, v, block_mask=mask)
 print(f"{mask}\n{report}")
 assert report.correct
 
-last, latest = q[:, :, -1:].contiguous(), slice(N - 1 - WINDOW, N)
-parts = [attention(last, k[:, :, x], v[:, :, x], return_lse=True) for x in (slice(SINKS), latest)]
-step, lse = merge_states([out for out, _ in parts], [lse for _, lse in parts])
+cache = RingCache(1, HEADS, WINDOW + 1, D, sink_tokens=SINKS)  # a token, and as many before it as the window has
+prompt, last = slice(N - 1), slice(N - 1, N)
+cache.append(k[:, :, prompt], v[:, :, prompt], 0)
+cache.append(k[:, :, last], v[:, :, last], N - 1)
+step, lse = cache.attend(q[:, :, last], N - 1, return_lse=True)
 Tensor.realize(step, lse)
-for report in verify(last, k, v, step, lse, attn_mask=seen[-1:]):
-  print(f"a token at {N}: {report}")
+for report in verify(q[:, :, last], k, v, step, lse, attn_mask=seen[-1:]):
+  print(f"a token at {N}, of {cache.k.shape[2]} in memory: {report}")
   assert report.correct

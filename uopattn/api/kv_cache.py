@@ -1,29 +1,25 @@
 """`KVCache`: a decoder's keys and values, written in place step by step."""
 
-from math import inf, nan
-from typing import Literal, Unpack, cast, overload
+from typing import Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.api.attention import attend
+from uopattn.api.cache_memory import CacheMemory
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.quantized import FRACTION, LARGEST, QUANTIZED_DTYPES
-from uopattn.dsl.schedule import DTYPES_16_32
-from uopattn.spec.arguments import Arguments, CacheOptions, check_place
-from uopattn.spec.shards import Devices, joined, part_of
-from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
-
-MAX_STORED = {dtypes.int8: 127.0, **LARGEST}
-LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
+from uopattn.kernels.append import Rows
+from uopattn.spec.arguments import Arguments, CacheOptions
+from uopattn.spec.shards import Devices
+from uopattn.spec.tensors import batched, check_tensor, placed
 
 
-class KVCache:
+class KVCache(CacheMemory):
   """The keys and values of one layer, written in place step by step.
 
-  Memory for all N_max positions is allocated once, filled with 0, and never copied. With a bound Variable as `start`,
-  one compiled kernel serves all lengths, inside and outside `TinyJit`. An int is compiled for that position only, which
-  suits a prompt.
+  Memory for all N_max positions is allocated once, filled with 0, and never copied. One kernel writes keys, values and
+  scales. With a bound Variable as `start`, or a Tensor if sequences have different lengths, one compiled kernel serves
+  all lengths, inside and outside `TinyJit`. An int is compiled for that position only, which suits a prompt.
 
   `append` and `attend` are lazy. Realize each step before the next: a Variable has only one value in everything that is
   realized together, and an output realized late may see what was written since. Return something from a `TinyJit` that
@@ -87,45 +83,25 @@ class KVCache:
       >>> cache.k.shape, cache.k_scale.shape
       ((1, 8, 1000, 64), (1, 8, 1000))
     """
-    Dv = Dk if Dv is None else Dv
-    for name, size in (("B", B), ("Hkv", Hkv), ("N_max", N_max), ("Dk", Dk), ("Dv", Dv)):
-      least = 0 if name in ("B", "N_max") else 1
-      if not isinstance(size, int) or size < least:
-        raise ValueError(f"{name} is {size!r}; it must be an int >= {least}")
-    accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
-    if dtype not in accepted:
-      raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
+    if not isinstance(N_max, int) or N_max < 0:
+      raise ValueError(f"N_max is {N_max!r}; it must be an int >= 0")
+    super().__init__(B, Hkv, N_max, Dk, Dv, dtype, device, axis)
 
-    if isinstance(device, tuple) and axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % len(device)):
-      raise ValueError(
-        f"axis is {axis} for B={B} and Hkv={Hkv} on {len(device)} devices; it must be 0, 1 or None, and the devices "
-        "must divide that size"
-      )
-
-    def zeros(*shape: int, dtype: DType) -> Tensor:
-      if not isinstance(device, tuple):
-        return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
-      part = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
-      return joined(Tensor.zeros(*part, dtype=dtype, device=device).contiguous(), axis).realize()
-
-    self.k, self.v = (zeros(B, Hkv, N_max, D, dtype=dtype) for D in (Dk, Dv))
-    self.k_scale: Tensor | None = None
-    self.v_scale: Tensor | None = None
-    if dtype in QUANTIZED_DTYPES:
-      self.k_scale, self.v_scale = (zeros(B, Hkv, N_max, dtype=dtypes.float) for _ in range(2))
-
-  def append(self, k: Tensor, v: Tensor, start: int | UOp) -> None:
+  def append(self, k: Tensor, v: Tensor, start: int | UOp | Tensor) -> None:
     """Write the keys and values of M positions, from position `start` on.
 
     Args:
       k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16. M may be 0.
       v: (B, Hkv, M, Dv), as k.
-      start: int, bound Variable, or an expression of Variables. An int is compiled for that position only.
+      start: int, bound Variable, an expression of Variables, or (B,) Tensor of any integer dtype, with a position for
+        each sequence. An int is compiled for that position only.
 
     Raises:
       TypeError: a dtype, or the type of `start`, is not accepted.
       ValueError: a shape or device does not fit, or the last position could lie at or beyond N_max. For a Variable its
-        largest value counts, as a `TinyJit` checks no values when it replays.
+        largest value counts, as a `TinyJit` checks no values when it replays. A Tensor is checked if it is realized or
+        made of Python or numpy numbers, outside of a `TinyJit`; on a GPU this waits for pending work. Otherwise
+        positions outside of the cache are not written.
 
     Example:
       >>> from tinygrad import Tensor
@@ -134,31 +110,23 @@ class KVCache:
       >>> cache.append(Tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), Tensor.ones(1, 1, 2, 2), 1)  # positions 1 and 2
       >>> cache.k.tolist()
       [[[[0.0, 0.0], [1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]]]
+
+      Two sequences of different lengths:
+
+      >>> cache = KVCache(2, 1, 4, 1)
+      >>> cache.append(Tensor([[[[1.0]]], [[[2.0]]]]), Tensor.ones(2, 1, 1, 1), Tensor([0, 3]))
+      >>> cache.k.flatten(1).tolist()
+      [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]]
     """
-    k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
-    M = sizes(k)[2] if k.ndim == 4 else 0
-    for name, x, held in (("k", k, self.k), ("v", v, self.v)):
-      B, Hkv, _, D = sizes(held)
-      if x.shape != (B, Hkv, M, D):
-        raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M the same of k and v")
-      if x.dtype not in (accepted := DTYPES_16_32 if held.dtype in QUANTIZED_DTYPES else (held.dtype,)):
-        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
-        raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
-      if x.device != held.device:
-        raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
-    self._check(start, M)
-    if 0 in k.shape:
-      return
-    if self.k_scale is not None and self.v_scale is not None:
-      (k, k_scale), (v, v_scale) = (quantized(x, self.k.dtype) for x in (k, v))
-      self.k_scale, self.v_scale = _written(self.k_scale, k_scale, start), _written(self.v_scale, v_scale, start)
-    self.k, self.v = _written(self.k, k, start), _written(self.v, v, start)
+    k, v = self._rows(k, v)
+    N_max = sizes(self.k)[2]
+    self._write(k, v, self._start(start, sizes(k)[2], N_max), Rows(N_max))
 
   @overload
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[CacheOptions],
@@ -168,7 +136,7 @@ class KVCache:
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: Literal[True],
     **options: Unpack[CacheOptions],
@@ -178,7 +146,7 @@ class KVCache:
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: bool,
     **options: Unpack[CacheOptions],
@@ -187,7 +155,7 @@ class KVCache:
   def attend(
     self,
     q: Tensor,
-    start: int | UOp,
+    start: int | UOp | Tensor,
     *,
     return_lse: bool = False,
     **options: Unpack[CacheOptions],
@@ -220,63 +188,10 @@ class KVCache:
     """
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
-    self._check(start, M)
+    start = self._start(start, M, sizes(self.k)[2])
     backend, kv_lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
     lengths = start + M if kv_lengths is None else kv_lengths
-    scales = None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
-    own = {"q_start": start, "kv_lengths": lengths, "scales": scales, "return_lse": return_lse}
+    own = {"q_start": start, "kv_lengths": lengths, "scales": self._scales, "return_lse": return_lse}
     given = {"is_causal": True, "enable_gqa": True, **options}
     arguments = Arguments.of("KVCache.attend", CacheOptions, given, **own)
     return attend(q, self.k, self.v, arguments, backend)
-
-  @property
-  def _device(self) -> Devices:
-    return cast(Devices, self.k.device)
-
-  @property
-  def _weak(self) -> DType:
-    """The dtype that Tensors of a weak dtype are cast to."""
-    return dtypes.default_float if self.k.dtype in QUANTIZED_DTYPES else self.k.dtype
-
-  def _check(self, start: int | UOp, M: int) -> None:
-    """Raise an error unless the M positions from `start` on lie within the cache."""
-    check_place("start", start)
-    low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
-    N_max = sizes(self.k)[2]
-    if low < 0 or high + M > N_max:
-      given = f"start is {start}" if isinstance(start, int) else f"start is a Variable from {low} to {high}"
-      raise ValueError(f"{given}; for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}")
-
-
-def quantized(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-  """Quantize each row (last axis) of x to 8 bits with its own scale. Returns the rows and the float32 scales.
-
-  A row of zeros, or of numbers too small for a finite reciprocal of the scale, has the scale 0.
-  """
-  x = x.float()
-  largest = x.abs().bitcast(dtypes.int).max(-1).bitcast(dtypes.float)  # as ints, NaN > infinity > any number
-  scale = (largest < inf).where((largest < LEAST * MAX_STORED[dtype]).where(0, largest / MAX_STORED[dtype]), nan)
-  known = (scale > 0).unsqueeze(-1)
-  rows = known.where(x / known.where(scale.unsqueeze(-1), 1), 0)
-  rounded = rows.round() if dtype == dtypes.int8 else _rounded(rows, FRACTION[dtype])
-  return rounded.clip(-MAX_STORED[dtype], MAX_STORED[dtype]).cast(dtype), scale
-
-
-def _rounded(x: Tensor, bits: int) -> Tensor:
-  """Round float32 to `bits` bits of mantissa, ties to even. tinygrad's cast goes by way of float16: it rounds twice."""
-  whole, rest = x.bitcast(dtypes.uint), 23 - bits
-  return ((whole + ((1 << (rest - 1)) - 1) + ((whole >> rest) & 1)) >> rest << rest).bitcast(dtypes.float)
-
-
-def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
-  """Write x into `held` from `start` on, along the third axis; return that memory as a Tensor.
-
-  `Tensor.assign` would also show the new content to Tensors made before and not realized yet.
-  """
-  if isinstance(held.device, tuple):
-    axis = held.uop.axis
-    part, x = part_of(held, axis), part_of(x, axis)
-  else:
-    axis, part = None, held
-  place = part[:, :, start : start + sizes(x)[2]]
-  return joined(Tensor(part.uop.after(place.uop.store(x.uop))), axis)

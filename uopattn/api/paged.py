@@ -1,6 +1,7 @@
 """`attention_paged`: attention over a paged KV cache."""
 
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.engine.realize import capturing
@@ -84,8 +85,11 @@ def attention_paged(
     kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression
       of Variables, or (B,) integer Tensor. Keys beyond the end of the table do not exist.
     q_start: as in `attention`; kv_lengths - M makes the queries the last positions of their sequences.
-    is_causal, scale, enable_gqa, window, softcap, sinks, q_scale, k_scale, v_scale, return_lse, backend: as in
-      `attention`.
+    attn_mask: as in `attention`; broadcasts to (B, Hq, M, max_pages * page_size). Key j of a sequence has column j, and
+      columns beyond kv_lengths may hold anything.
+    block_mask: as in `attention`, of M queries and max_pages * page_size keys.
+    dropout_p, is_causal, scale, enable_gqa, window, softcap, sinks, q_scale, k_scale, v_scale, return_lse, backend: as
+      in `attention`.
     score_mod, mask_mod, aux: as in `attention`; kv_idx is j, the position of the key in its sequence.
 
   Returns:
@@ -108,28 +112,44 @@ def attention_paged(
   page_table, kv_lengths = (placed(x, q.device) for x in (page_table, kv_lengths))
   if q.ndim != 4:
     raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
+  check_pages(k_pages, v_pages)
+  check_table(page_table, sizes(q)[0], q.device)
+  P, _, page_size, _ = sizes(k_pages)
+  check_lengths(kv_lengths, page_table, P, page_size)
+  backend, own = options.pop("backend", "auto"), {"kv_lengths": kv_lengths, "page_table": page_table}
+  arguments = Arguments.of("attention_paged", PagedOptions, options, return_lse=return_lse, **own)
+  return attend_pages(q, k_pages, v_pages, arguments, backend)
+
+
+def attend_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, arguments: Arguments, backend: str) -> Any:
+  """Check all arguments but the table, the pages and the lengths, and run the backend.
+
+  Args:
+    arguments: with the page table and the lengths as they were given.
+  """
+  P, table = sizes(k_pages)[0], cast(Tensor, arguments.page_table)
+  if P == 0:  # a page that no id names stands in for the memory that a kernel needs
+    k_pages, v_pages = (x.pad(((0, 1), None, None, None)) for x in (k_pages, v_pages))
+    table, P = table.full_like(1), 1
+  return attend(q, k_pages, v_pages, replace(arguments, page_table=_as_int(table, P)), backend)
+
+
+def check_pages(k_pages: Tensor, v_pages: Tensor) -> None:
+  """Raise ValueError unless pages have four axes, the last two not empty."""
   for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
     if x.ndim != 4 or not all(sizes(x)[2:]):
       accepted = "it must have four dimensions, (P, Hkv, page_size, D), the last two at least 1"
       raise ValueError(f"{name} has shape {x.shape}; {accepted}")
-  _check_table(page_table, q)
-  P, _, page_size, _ = sizes(k_pages)
-  _check_lengths(kv_lengths, page_table, P, page_size)
-  if P == 0:  # a page that no id names stands in for the memory that a kernel needs
-    k_pages, v_pages = (x.pad(((0, 1), None, None, None)) for x in (k_pages, v_pages))
-    page_table, P = page_table.full_like(1), 1
-  backend, own = options.pop("backend", "auto"), {"kv_lengths": kv_lengths, "page_table": _as_int(page_table, P)}
-  arguments = Arguments.of("attention_paged", PagedOptions, options, return_lse=return_lse, **own)
-  return attend(q, k_pages, v_pages, arguments, backend)
 
 
-def _check_table(table: object, q: Tensor) -> None:
-  table, B = check_tensor("page_table", table), sizes(q)[0]
+def check_table(table: object, sequences: int, device: object) -> None:
+  """Raise TypeError or ValueError unless the page table is a Tensor of integers with a row for each sequence."""
+  table = check_tensor("page_table", table)
   if table.dtype not in dtypes.ints:
     raise TypeError(f"page_table has dtype {dtype_name(table.dtype)}; it must be a Tensor of an integer dtype")
-  if table.ndim != 2 or table.shape[0] != B:
-    raise ValueError(f"page_table has shape {table.shape}; it must be ({B}, max_pages)")
-  check_device("page_table", table, q.device)
+  if table.ndim != 2 or table.shape[0] != sequences:
+    raise ValueError(f"page_table has shape {table.shape}; it must be ({sequences}, max_pages)")
+  check_device("page_table", table, device)
 
 
 def _as_int(table: Tensor, P: int) -> Tensor:
@@ -139,7 +159,7 @@ def _as_int(table: Tensor, P: int) -> Tensor:
   return table.cast(dtypes.int)
 
 
-def _check_lengths(kv_lengths: int | UOp | Tensor, table: Tensor, P: int, page_size: int) -> None:
+def check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, P: int, page_size: int) -> None:
   """Check the lengths, and the entries of the table that they use, as far as their values are known without computing.
 
   Raises:
@@ -170,13 +190,14 @@ def _check_lengths(kv_lengths: int | UOp | Tensor, table: Tensor, P: int, page_s
     )
 
 
-def _lengths(kv_lengths: int | UOp | Tensor, B: int) -> list[int] | None:
+def _lengths(kv_lengths: int | UOp | Tensor | None, B: int) -> list[int] | None:
   """Return the length of each sequence; None if that would need computing."""
   if isinstance(kv_lengths, Tensor):
     return None if (values := _at_hand(kv_lengths)) is None else values.tolist()
   if isinstance(kv_lengths, UOp):
     expression, bound = kv_lengths.unbind_all()
     kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in bound.items()})
+  assert isinstance(kv_lengths, int)
   return [kv_lengths] * B
 
 

@@ -7,7 +7,8 @@ from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, dtypes
 
-from uopattn.api.attention import attend
+from uopattn.api.attention import attend, check_backend
+from uopattn.api.varlen_paged import attend_packed, checked
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.ranges import Positions, Range
@@ -35,8 +36,9 @@ def attention_varlen(
   k: Tensor,
   v: Tensor,
   cu_seqlens_q: Offsets,
-  cu_seqlens_k: Offsets,
+  cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: Literal[False] = False,
   **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
@@ -48,8 +50,9 @@ def attention_varlen(
   k: Tensor,
   v: Tensor,
   cu_seqlens_q: Offsets,
-  cu_seqlens_k: Offsets,
+  cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: Literal[True],
   **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -61,8 +64,9 @@ def attention_varlen(
   k: Tensor,
   v: Tensor,
   cu_seqlens_q: Offsets,
-  cu_seqlens_k: Offsets,
+  cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: bool,
   **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -73,33 +77,54 @@ def attention_varlen(
   k: Tensor,
   v: Tensor,
   cu_seqlens_q: Offsets,
-  cu_seqlens_k: Offsets,
+  cu_seqlens_k: Offsets | None,
   *,
+  max_seqlen_q: int | None = None,
   return_lse: bool = False,
   **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-  """Compute attention within each of S sequences that are packed one after another, without padding.
+  """Compute attention within each of S sequences whose queries are packed one after another, without padding.
 
-  Sequence s has the queries from cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1, and likewise keys from cu_seqlens_k.
-  Kernels skip tiles of other sequences, as they skip tiles that a causal mask or a window hides. q, k and v are copied
-  once, heads first.
+  Sequence s has the queries from cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1. Without a page table it likewise has keys
+  from cu_seqlens_k. Kernels skip tiles of other sequences, as they skip tiles that a causal mask or a window hides.
+  q, k and v are copied once, heads first.
+
+  With a page table the keys lie in pages, as in `attention_paged`, and cu_seqlens_k is None. By default the queries of
+  a sequence are the last of its kv_lengths positions. So chunks of prompts and single queries of sequences that are
+  being decoded share a call (continuous batching), and under `TinyJit` one kernel serves all lengths. The queries of
+  each sequence are cut into blocks of at most 64 places for queries. There are S + total queries / block of them, of
+  which those without a query cost a tile each. A block costs as much with one query as with many. On a GPU it has 64
+  rows, of all query heads that share a key head, or 64 queries of one head if fewer than 4 heads share it. On a CPU it
+  has 8 queries, or 64 if there are 64 for each sequence. q and the output are copied once, and a mask too.
 
   Args:
     q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Dtypes that differ are promoted, as in
-      `attention`.
-    k: (total keys, Hkv, Dk).
-    v: (total keys, Hkv, Dv).
+      `attention`, except with a page table, where k and v have dtypes as in `attention_paged`.
+    k: (total keys, Hkv, Dk); with a page table (P, Hkv, page_size, Dk).
+    v: (total keys, Hkv, Dv); with a page table (P, Hkv, page_size, Dv).
     cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
       integer dtype, is not read back: if it decreases or exceeds the total, the output is wrong, but nothing is read
       out of bounds. A sequence may have no queries or no keys, and there may be no sequences; a query after the last
       end sees no key.
+    page_table: (S, max_pages), as in `attention_paged`, which says what invalid page ids do.
+    kv_lengths: the number of keys of each sequence, as in `attention_paged`; with a page table alone.
+    max_seqlen_q: the most queries of a sequence, which saves memory and empty blocks with a page table; None is the
+      total. If a sequence has more, ints raise an error, and with a Tensor the output is wrong.
     is_causal, window: as in `attention`, with positions within the sequence.
     scale, enable_gqa, softcap, sinks, backend: as in `attention`.
     q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor. 0 aligns causal
-      masks upper left; each sequence's number of keys minus its number of queries aligns them lower right.
+      masks upper left; each sequence's number of keys minus its number of queries aligns them lower right. None is the
+      latter with a page table, else 0.
     score_mod, mask_mod, aux: as in `attention`, with indices within the sequence: b is the number of the sequence, from
       0 to S - 1; q_idx and kv_idx count its queries and its keys from 0.
-    q_scale, k_scale, v_scale: as in `attention`, with one batch: numbers, or (Hkv,) for all sequences.
+    attn_mask: as in `attention`, of packed queries and keys: broadcasts to (Hq, total queries, total keys); with a page
+      table to (Hq, total queries, max_pages * page_size), where columns are the keys of the query's own sequence.
+    block_mask: as in `attention`, of packed queries and keys, whose numbers its mask_mod is called with. None with a
+      page table.
+    dropout_p: as in `attention`. Which weights a seed drops depends on the packed numbers of query and key, and with a
+      page table on the block and the place of the query.
+    q_scale, k_scale, v_scale: as in `attention`, with one batch: numbers, or (Hkv,) for all sequences. With a page
+      table they broadcast to (S, Hkv).
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (Hq, total queries) float32. Realize both
       together.
 
@@ -117,13 +142,42 @@ def attention_varlen(
     >>> v = Tensor([1.0, 3.0, 10.0, 20.0, 30.0]).reshape(5, 1, 1)
     >>> attention_varlen(q, k, v, [0, 2, 5], [0, 2, 5], is_causal=True).flatten().tolist()
     [1.0, 2.0, 10.0, 15.0, 20.0]
+
+    The first sequence is decoded, with 3 keys in pages 1 and 0; of the second, two queries at the start are computed:
+
+    >>> k_pages, v_pages = Tensor.zeros(3, 1, 2, 4), Tensor([[1.0, 3.0], [5.0, 9.0], [2.0, 6.0]]).reshape(3, 1, 2, 1)
+    >>> table, lengths = Tensor([[1, 0], [2, 0]]), Tensor([3, 2])
+    >>> pages = {"page_table": table, "kv_lengths": lengths, "is_causal": True}
+    >>> attention_varlen(q[:3], k_pages, v_pages, [0, 1, 3], None, **pages).flatten().tolist()
+    [5.0, 2.0, 4.0]
   """
+  backend, q_start = options.pop("backend", "auto"), options.pop("q_start", None)
+  given = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
+  if given.page_table is not None:
+    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, max_seqlen_q, backend)
+  else:
+    out, lse = _over_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, max_seqlen_q, backend)
+  return (out, lse) if return_lse else out
+
+
+def _over_packed_keys(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets | None,
+  given: Arguments,
+  q_start: int | Tensor | None,
+  longest: int | None,
+  backend: str,
+) -> tuple[Tensor, Tensor]:
+  """Return the output, (total queries, Hq, Dv), and the LSE, (Hq, total queries)."""
   q, k, v = operands(q=q, k=k, v=v)
   _check_packed(q, k, v)
+  if given.kv_lengths is not None:
+    raise TypeError("kv_lengths is given without a page_table; the keys of each sequence are those of cu_seqlens_k")
   q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
   M, N, device = sizes(q)[1], sizes(k)[1], cast(Devices, q.device)
-  backend, q_start = options.pop("backend", "auto"), options.pop("q_start", 0)
-  given = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
   given = given.settled(device)
   # Checks everything but the offsets: checking those relies on q, k and v.
   one_q, one_k, one_v = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
@@ -131,7 +185,8 @@ def attention_varlen(
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
-  starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
+  _check_longest(longest, M, cu_seqlens_q)
+  starts = _starts(0 if q_start is None else q_start, sizes(ends_q)[0] - 1, device)
   arguments = replace(given, return_lse=True)
   if not is_empty:
     bounds = key_bounds(ends_q, ends_k, M, N, given.masks(), starts)
@@ -141,7 +196,49 @@ def attention_varlen(
     aux = (*given.aux, *_sequences(ends_q, ends_k, M, N))
     arguments = replace(arguments, score_mod=score_mod, mask_mod=mask_mod, aux=aux)
   out, lse = attend(q, k, v, arguments, backend)
-  return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+  return out.transpose(0, 1), lse
+
+
+def _over_pages(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets | None,
+  given: Arguments,
+  q_start: int | Tensor | None,
+  longest: int | None,
+  backend: str,
+) -> tuple[Tensor, Tensor]:
+  """Return the output, (total queries, Hq, Dv), and the LSE, (Hq, total queries)."""
+  check_backend(backend)
+  q, k_pages, v_pages = operands(q=q, k_pages=k_pages, v_pages=v_pages)
+  if q.ndim != 3 or not sizes(q)[-1]:
+    raise ValueError(f"q has shape {q.shape}; it must have three dimensions, (total, H, head size >= 1)")
+  if cu_seqlens_k is not None:
+    raise TypeError("cu_seqlens_k is given with a page_table; it must be None, kv_lengths has the numbers of keys")
+  total, device = sizes(q)[0], cast(Devices, q.device)
+  ends = _offsets("cu_seqlens_q", cu_seqlens_q, total, device)
+  S, longest = sizes(ends)[0] - 1, _check_longest(longest, total, cu_seqlens_q)
+  starts = None if q_start is None else _starts(q_start, S, device)
+  table, lengths = (placed(x, device) for x in (given.page_table, given.kv_lengths))
+  arguments = checked(replace(given, page_table=table, kv_lengths=lengths, return_lse=True), q, k_pages, v_pages, S)
+  return attend_packed(q, k_pages, v_pages, ends, arguments, starts, longest, backend)
+
+
+def _check_longest(longest: int | None, total: int, ends: Offsets) -> int:
+  """Return the most queries of a sequence, at least 1; raise TypeError or ValueError if it is none."""
+  if longest is None:
+    return max(total, 1)
+  if type(longest) is not int:
+    raise TypeError(f"max_seqlen_q is {described(longest)}; it must be an int or None")
+  if longest < 0:
+    raise ValueError(f"max_seqlen_q is {longest}; it must be at least 0")
+  counts = [] if isinstance(ends, Tensor) else [b - a for a, b in pairwise(ends)]
+  if counts and max(counts) > longest:
+    s = counts.index(max(counts))
+    raise ValueError(f"max_seqlen_q is {longest}, but sequence {s} has {counts[s]} queries")
+  return max(1, min(longest, total))
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -225,7 +322,7 @@ def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., 
   return packed
 
 
-def _offsets(name: str, x: Offsets, total: int, device: Devices) -> Tensor:
+def _offsets(name: str, x: Offsets | None, total: int, device: Devices) -> Tensor:
   """Check `cu_seqlens` and return it as an int32 Tensor (S + 1,)."""
   x = placed(x, device)
   if isinstance(x, Tensor):

@@ -92,6 +92,11 @@ class Problem:
     return self.B, self.Hkv, self.N
 
   @property
+  def bias_dtype(self) -> DType:
+    """Type of the gradient of the bias as its kernel stores it."""
+    return dtypes.float32
+
+  @property
   def stored(self) -> DType:
     """The type of k and v in memory."""
     return self.dtype if self.kv_dtype is None else self.kv_dtype
@@ -172,7 +177,7 @@ DELTA = replace(LSE, name="delta")
 DQ = replace(Q, name="dq")
 DK = Buffer("dk", lambda p, *_: (p.B, p.Hkv, p.N, p.Dk))
 DV = Buffer("dv", lambda p, *_: (p.B, p.Hkv, p.N, p.Dv))
-DBIAS = Buffer("dbias", lambda p, tiles, _: BiasWork.of(p, tiles).shape, in_float32, scratch=True)
+DBIAS = Buffer("dbias", lambda p, tiles, _: BiasWork.of(p, tiles).shape, lambda p: p.bias_dtype, scratch=True)
 FIRST = Buffer("first", lambda *_: (1,), lambda problem: dtypes.int32, scratch=True)  # only if `Bias.count` is not 0
 GRADIENTS = {x.name: x for x in (DQ, DK, DV)}
 # On a CPU each key head has `tiles.parts` sums, which the caller adds up.
@@ -192,7 +197,8 @@ class Kernel:
     build: returns the graph. It takes the buffers that are not unread by name, and the keywords in `params`.
     buffers: the buffers of a call, in order. The Tensors of the arguments follow them.
     params: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", "scale", the factor on q.k,
-      and "work", what the gradient of a bias adds up (see `uopattn.dsl.rules.bias`).
+      "moves", whether a score_mod or an additive mask changes scores, and "work", what the gradient of a bias adds up
+      (see `uopattn.dsl.rules.bias`).
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
     gradients: those that it computes, if its tiles differ from those of the schedule's other kernels: "dq", "dk_dv",

@@ -41,11 +41,11 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # The modules of the gradients of biases, by `Target.runs`.
 BIAS = {
-  "CPU": "cpu_bias_backward",
-  "AMD": "amd_bias_backward",
-  "METAL": "apple_bias_backward",
-  GENERIC: "generic_bias_backward",
-  "CUDA": "cuda_bias_backward",
+  "CPU": ("cpu_bias_backward",),
+  "AMD": ("amd_bias_backward",),
+  "METAL": ("apple_bias_backward",),
+  GENERIC: ("generic_bias_backward",),
+  "CUDA": ("hopper_bias_backward", "cuda_bias_backward"),
 }
 DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that have kernels
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
@@ -231,15 +231,14 @@ def bias_launch(spec: AttentionSpec, target: Target) -> Launch:
   Raises:
     NoKernel: no kernel serves it.
   """
-  return launches_of(_bias_schedule(target), spec, target)[0]
+  return _first(_bias_schedules(target), spec, target, reasons_of=-1)[0]
 
 
-def _bias_schedule(target: Target) -> Schedule:
-  """Return the schedule for gradients of biases. Raises NoKernel if there is none."""
-  if (module := BIAS.get(target.runs)) is None:
+def _bias_schedules(target: Target) -> list[Schedule]:
+  """Return the schedules for gradients of biases, the most general one last. Raises NoKernel if there is none."""
+  if (modules := BIAS.get(target.runs)) is None:
     raise NoKernel(f"no kernel for gradients of biases for device {target.device}")
-  found: Schedule = import_module(f"uopattn.kernels.{module}").SCHEDULE
-  return found
+  return [import_module(f"uopattn.kernels.{x}").SCHEDULE for x in modules]
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:
@@ -288,7 +287,7 @@ def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]
 
 def all_schedules_on(target: Target, backward: bool) -> tuple[Schedule, ...]:
   """Return the schedules for a target's device, among gradients also that of biases. Raises NoKernel."""
-  return (*schedules_on(target, backward), *([_bias_schedule(target)] if backward else []))
+  return (*schedules_on(target, backward), *(_bias_schedules(target) if backward else []))
 
 
 def _needed(target: Target) -> str:

@@ -104,7 +104,7 @@ class Launch:
       arguments.setdefault(x.name, []).append(place)
     if getattr(self.tiles, "values_in_keys", False) and not self.spec.values_in_keys:
       raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
-    wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale}
+    wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale, "moves": self.spec.moves}
     if "work" in self.kernel.params:
       wanted["work"] = BiasWork.of(self.spec, self.tiles)
     if "rules" in self.kernel.params:

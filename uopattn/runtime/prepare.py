@@ -8,7 +8,7 @@ from typing import Any
 from tinygrad import Context, Device, UOp
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
-from tinygrad.renderer.cstyle import HIPRenderer
+from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
 from tinygrad.uop.ops import Ops
 
@@ -33,7 +33,8 @@ def prepared(build: Build, device: str, *given: Any) -> UOp:
     if device.split(":")[0] == "EMU":
       kernel, work = build(*given)
       return finished(kernel, renderer, work)
-    if compiler(device) is None:
+    in_another_language = device.split(":")[0] in ("CUDA", "NV") and not isinstance(renderer, CUDARenderer)  # PTX, NAK
+    if compiler(device) is None or in_another_language:
       return _for_tinygrad(*build(*given))
     return compiled(build, device, renderer.target, *given)
 

@@ -418,15 +418,23 @@ class AttentionOptions(ScaledOptions, total=False):
 class VarlenOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention_varlen`."""
 
+  attn_mask: Tensor | None
+  dropout_p: float
   is_causal: bool
-  q_start: int | Tensor
+  q_start: int | Tensor | None
+  block_mask: BlockMask | None
+  page_table: Tensor | None
+  kv_lengths: int | UOp | Tensor | None
 
 
 class PagedOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention_paged`."""
 
+  attn_mask: Tensor | None
+  dropout_p: float
   is_causal: bool
   q_start: int | UOp | Tensor
+  block_mask: BlockMask | None
 
 
 class CacheOptions(Options, total=False):
@@ -437,3 +445,13 @@ class CacheOptions(Options, total=False):
   is_causal: bool
   kv_lengths: int | UOp | Tensor | None
   block_mask: BlockMask | None
+
+
+class RingOptions(TypedDict, total=False):
+  """Additional keyword arguments of `RingCache.attend` and `RingCache.prefill`."""
+
+  scale: float | None
+  enable_gqa: bool
+  softcap: float | None
+  sinks: Tensor | None
+  backend: str

@@ -9,6 +9,7 @@ from tinygrad.helpers import ALLOW_TF32, ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
+from uopattn.dsl.rules.bias import Places
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Positions
@@ -65,6 +66,19 @@ class AttentionSpec(Problem):
   def is_empty(self) -> bool:
     """Whether there are no results, or no keys: see `uopattn.plan.division.Empty`."""
     return 0 in (self.B, self.Hq, self.M, self.N)
+
+  @property
+  def bias_dtype(self) -> DType:
+    """That of an additive mask if its elements are those of pairs, of which each has its own sum; else float32."""
+    is_final = self.bias is not None and self.bias.read is None and self.bias.places is Places.PAIRS
+    found = [x.dtype for x in self.inputs if x.name == "attn_mask" and x.dtype in DTYPES_16_32] if is_final else []
+    return found[0] if found else dtypes.float32
+
+  @property
+  def moves(self) -> bool:
+    """Whether a score_mod or an additive mask changes scores."""
+    added = any(x.name == "attn_mask" and x.dtype != dtypes.bool for x in self.inputs)
+    return added or self.score_mod is not None
 
   @property
   def kept(self) -> tuple[int, int, int]:

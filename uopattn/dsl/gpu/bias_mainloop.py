@@ -9,14 +9,16 @@ two workgroups add to the same sum, and each adds in a fixed order: two runs giv
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Protocol
 
 from tinygrad import UOp, dtypes
-from tinygrad.uop.ops import AxisType
+from tinygrad.uop.ops import AxisType, Ops
 
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, ScoreRow, Sum, score_gradients
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.rules.bias import BiasWork, Places
+from uopattn.dsl.rules.bias import BiasWork, Item, Places
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, clamp, gated
@@ -81,6 +83,7 @@ class Trips:
     group: the workgroup at the head and the block of queries of the trip.
     rules: the rules of that head.
     key_range: the tiles of keys.
+    place: what the workgroup processes in any trip; past the last block of queries if there is none.
     axes: the loop; none if there is only one trip.
   """
 
@@ -89,6 +92,7 @@ class Trips:
   group: Workgroup
   rules: HeadRules
   key_range: TileRange
+  place: Callable[[UOp], Item]
   axes: tuple[UOp, ...]
 
   @classmethod
@@ -99,17 +103,43 @@ class Trips:
       first: (1,) int32, the first query whose gradients are wanted, a multiple of `work.block_m`; None is 0.
     """
     item = Workgroup(s, 1, work.items, warps, lanes)
-    trip = s.axis(work.trips, AxisType.REDUCE) if work.trips > 1 else UOp.const(0)
-    at = work.at(item.block, trip)
-    block, exists = (at.row // work.block_m).simplify(), at.exists.simplify()
-    if first is not None:
-      block = block + clamp(first[0].load().cast(dtypes.weakint), 0, rules.M - 1) // work.block_m
-    if not exists.vmin:  # past the last block no query exists
-      block = exists.where(block, rules.M // work.block_m + 1)
-    head = at.head.simplify()
-    group, head_rules = item.at(head, block), rules.at(head)
-    keys = _keys(head_rules, work, block, at.tile, trip)
-    return cls(work, item, group, head_rules, keys, (trip,) if work.trips > 1 else ())
+    start = None if first is None else clamp(first[0].load().cast(dtypes.weakint), 0, rules.M - 1) // work.block_m
+
+    def place(trip: UOp) -> Item:
+      at = work.at(item.block, trip)
+      block, exists = (at.row // work.block_m).simplify(), at.exists.simplify()
+      if start is not None:
+        block = block + start
+      if not exists.vmin:  # past the last block no query exists
+        block = exists.where(block, rules.M // work.block_m + 1)
+      return at._replace(head=at.head.simplify(), row=block * work.block_m)
+
+    count = _count(rules, work, place(UOp.const(0)), work.trips_of(item.block))
+    trip = UOp.const(0) if count.vmin == count.vmax == 1 else s.axis(count, AxisType.REDUCE)
+    at = place(trip)
+    group, head_rules = item.at(at.head, (at.row // work.block_m).simplify()), rules.at(at.head)
+    keys = _keys(head_rules, work, group.block, at.tile, trip)
+    return cls(work, item, group, head_rules, keys, place, (trip,) if trip.op is Ops.RANGE else ())
+
+  def queries(self, x: UOp) -> Callable[[UOp], tuple[HeadView, UOp]]:
+    """Maps a trip to the rows of q or dO that it has, and the number of their block."""
+
+    def found(trip: UOp) -> tuple[HeadView, UOp]:
+      at = self.place(trip)
+      return HeadView.of(x, at.head, UOp.const(self.rules.rules.M)), at.row // self.work.block_m
+
+    return found
+
+  def keys(self, x: UOp) -> Callable[[UOp], tuple[HeadView, UOp]]:
+    """Maps a trip to the rows of k or v that it has, and the number of their tile; see `BiasWork.is_tiled`."""
+    rules = self.rules.rules
+
+    def found(trip: UOp) -> tuple[HeadView, UOp]:
+      at = self.place(trip)
+      assert at.tile is not None
+      return HeadView.of(x, at.head // rules.group, rules.at(at.head).length), at.tile
+
+    return found
 
   def rows(self, unit: Any) -> list[ScoreRow]:
     """The score rows of a lane in block 0 and tile 0: where in a tile its sums are. The unit is a `RowUnit`."""
@@ -129,8 +159,22 @@ class Trips:
           place = gated(dbias, (i < work.M) & (j < work.N), head, i, j)
         else:
           place = dbias[head, work.part(item), group, m, n]
-        stores.append(place.store(acc[number[at]].load()))
+        stores.append(place.store(acc[number[at]].load().cast(dbias.dtype)))
     return stores
+
+
+def _count(rules: Rules, work: BiasWork, at: Item, count: UOp) -> UOp:
+  """The number of trips: none if the first one's tile shows that the rules hide the tiles of all.
+
+  Tiles of the same distance are all hidden alike, unless rules depend on more than the places of queries and keys. With
+  at most one trip, tinygrad would move what comes before the loop into it.
+  """
+  if at.tile is None or work.bias.places is Places.KEYS or work.trips == 1:
+    return count
+  seen = rules.at(at.head).reaches(at.row, work.block_m, at.tile * work.block_n, work.block_n)
+  if not seen or any(u.op is Ops.LOAD for x in seen for u in x.toposort()):
+    return count
+  return reduce(UOp.bitwise_and, seen).where(count, 0).simplify()
 
 
 def _keys(rules: HeadRules, work: BiasWork, block: UOp, tile: UOp | None, trip: UOp) -> TileRange:
@@ -158,9 +202,27 @@ def zeros(s: Scope, rows: Sequence[ScoreRow], *after: UOp) -> Sum:
   return Sum(s.filled(0.0, len(numbers(rows)), after=after), Factor.DS, 0)
 
 
+def add_gradients(
+  rules: HeadRules, rows: Sequence[ScoreRow], ds: Elements, products: Elements, acc: UOp, old: UOp, first: int = 0
+) -> list[UOp]:
+  """Add the gradients of what scores have from the bias to the sums, from number `first` on. Returns the stores."""
+  number, stores = numbers(rows), []
+  for row in rows:
+    for at, offset in zip(row.places, row.offsets, strict=True):
+      grad, place = rules.bias_vjp(ds[at], products[at], row.query, row.first + offset), first + number[at]
+      stores.append(acc[place].store(old[place].load() + grad))
+  return stores
+
+
 @dataclass(frozen=True)
 class BiasMainloop(Mainloop):
   """The loops over the tiles of keys of a block of queries, which add gradients of scores element by element."""
+
+  def run_trips(self, total: Sum, ready: UOp, trip: UOp) -> Sum:
+    """Add the tile of each trip of the loop `trip`, if the pipeline brings queries with it, as the unit takes them."""
+    masked = self.tile_range.n_full.vmax == 0
+    last = self.attend(trip, masked, None, [total.after(trip)], trip, ready).end(trip)
+    return total.after(self.pipeline.finish(last, total.acc.after(last)))
 
   def add(
     self,
@@ -173,10 +235,5 @@ class BiasMainloop(Mainloop):
     trip: UOp,
   ) -> list[UOp]:
     """Add the gradients of what the scores have from the bias to the one sum of each."""
-    ds, place, (acc,) = score_gradients(self.rules, rows, p, grads, self.early), numbers(rows), [x.acc for x in sums]
-    old, stores = acc.after(trip), []
-    for row in rows:
-      for at, offset in zip(row.places, row.offsets, strict=True):
-        grad = self.rules.bias_vjp(ds[at], products[at], row.query, row.first + offset)
-        stores.append(acc[place[at]].store(old[place[at]].load() + grad))
-    return stores
+    (acc,), ds = [x.acc for x in sums], score_gradients(self.rules, rows, p, grads, self.early)
+    return add_gradients(self.rules, rows, ds, products, acc, acc.after(trip))

@@ -4,7 +4,7 @@ Tile n of a range goes to slot n % stages, copied by all threads. While one tile
 Tiles past the last one bring data that nobody reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp
@@ -13,6 +13,9 @@ from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 
+Rows = Callable[[UOp], tuple[HeadView, UOp]]
+"""Maps n to the rows that the n-th tile is copied from, and its number among them."""
+
 
 @dataclass(frozen=True)
 class CpAsyncPipeline:
@@ -20,28 +23,29 @@ class CpAsyncPipeline:
 
   Attributes:
     sources: the tiles that are loaded together, each with the rows that it is copied from.
-    tile: maps n to the number of the n-th tile.
     stages: number of slots.
     thread: index of this thread in the workgroup.
     dialect: dialect of instructions; see `uopattn.dsl.instructions`.
+    fenced: whether asynchronous products read the tiles, which see what was copied only behind a fence.
   """
 
-  sources: list[tuple[SwizzledTiles, HeadView]]
-  tile: Callable[[UOp], UOp]
+  sources: Sequence[tuple[SwizzledTiles, Rows]]
   stages: int
   thread: UOp
   dialect: Cuda = CUDA
+  fenced: bool = False
 
   def producer_load(self, n: UOp, *after: UOp) -> UOp:
     """Start copying the n-th tile of each source, as one group."""
     copies = []
     for tiles, rows in self.sources:
-      copies += tiles.fill_tile(n, rows, self.tile(n), self.thread, *after)
+      copies += tiles.fill_tile(n, *rows(n), self.thread, *after)
     return self.dialect.cp_async_commit(*copies)
 
   def consumer_wait(self, *after: UOp) -> UOp:
     """Wait for the oldest tile in flight, and until all warps are done with the tile before it."""
-    return UOp.barrier(self.dialect.cp_async_wait(self.stages - 2, *after))
+    arrived = self.dialect.cp_async_wait(self.stages - 2, *after)
+    return UOp.barrier(self.dialect.fence_proxy_async(arrived) if self.fenced else arrived)
 
   def start(self, *after: UOp) -> UOp:
     """Start the first stages - 1 tiles."""
@@ -68,6 +72,11 @@ class CpAsyncPipeline:
     return self.dialect.cp_async_wait(0, *sums)
 
 
+def of_head(rows: HeadView, tile: Callable[[UOp], UOp]) -> Rows:
+  """The rows of one head; `tile` maps n to the number of the n-th tile."""
+  return lambda n: (rows, tile(n))
+
+
 @dataclass(frozen=True)
 class AlternatingPipeline:
   """A pipeline in which tiles of K and of V alternate, each with `stages` slots; with one, no time is lost.
@@ -77,7 +86,8 @@ class AlternatingPipeline:
 
   Attributes:
     keys, values: the tiles, each with the rows that it is copied from.
-    tile, stages, thread, dialect: as for `CpAsyncPipeline`.
+    tile: maps n to the number of the n-th tile.
+    stages, thread, dialect: as for `CpAsyncPipeline`.
   """
 
   keys: tuple[SwizzledTiles, HeadView]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tinygrad import UOp
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.scope import clamp
+from uopattn.dsl.scope import clamp, least
 
 
 class Places(StrEnum):
@@ -133,15 +133,41 @@ class BiasWork:
     return self.kept * self.parts * self.groups
 
   @property
+  def is_tiled(self) -> bool:
+    """Whether an item has one tile of keys for each block of queries, and not all of them."""
+    return self.bias.places in (Places.PAIRS, Places.KEYS, Places.DISTANCES)
+
+  @property
+  def _shared(self) -> int:
+    """Heads that share elements."""
+    return self.B * self.H // self.kept
+
+  def _blocks_of(self, group: UOp) -> tuple[UOp, UOp]:
+    """The first block of queries of a group, and how many there are, one after another, that share elements."""
+    blocks, tiles = self.blocks, self.tiles
+    if self.bias.places is Places.PAIRS:
+      return group // tiles, UOp.const(1)
+    if self.bias.places is Places.QUERIES:
+      return group, UOp.const(1)
+    if self.bias.places is Places.DISTANCES:
+      first = clamp(blocks - 1 - group, 0, blocks - 1)
+      return first, clamp(least([UOp.const(blocks), blocks + tiles - 1 - group]) - first, 1, min(blocks, tiles))
+    return UOp.const(0), UOp.const(blocks)
+
+  @property
   def reduced(self) -> int:
-    """Heads and blocks of queries that share elements."""
-    by_block = self.bias.places in (Places.PAIRS, Places.QUERIES)
-    return self.B * self.H // self.kept * (1 if by_block else self.blocks)
+    """Heads and blocks of queries that share elements, at most."""
+    return self._shared * int(self._blocks_of(UOp.variable("group", 0, max(0, self.groups - 1)))[1].vmax)
 
   @property
   def trips(self) -> int:
-    """Trips of an item."""
+    """Trips of an item, at most."""
     return ceildiv(self.reduced, self.parts)
+
+  def trips_of(self, item: UOp) -> UOp:
+    """Trips of an item."""
+    count = self._shared * self._blocks_of(self.group(item))[1]
+    return clamp((count + self.parts - 1) // self.parts, 1, self.trips).simplify()
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -168,22 +194,18 @@ class BiasWork:
   def at(self, item: UOp, trip: UOp) -> Item:
     """What an item processes in a trip."""
     places, group = self.bias.places, self.group(item)
+    first, count = self._blocks_of(group)
     number = self.part(item) + trip * self.parts
-    exists, number = number < self.reduced, clamp(number, 0, self.reduced - 1)
-    by_block = places in (Places.PAIRS, Places.QUERIES)
-    shared, block = (number, UOp.const(0)) if by_block else (number // self.blocks, number % self.blocks)
+    exists, number = number < self._shared * count, clamp(number, 0, self._shared * count - 1)
+    shared, block = number // count, first + number % count
     head = self._head(self.kept_head(item), shared)
     tile: UOp | None = None
     if places is Places.PAIRS:
-      block, tile = group // self.tiles, group % self.tiles
-    elif places is Places.QUERIES:
-      block = group
+      tile = group % self.tiles
     elif places is Places.KEYS:
       tile = group
     elif places is Places.DISTANCES:
-      apart = block + group - (self.blocks - 1)
-      exists &= (apart >= 0) & (apart < self.tiles)
-      tile = clamp(apart, 0, self.tiles - 1)
+      tile = clamp(block + group - (self.blocks - 1), 0, self.tiles - 1)
     return Item(head, block * self.block_m, tile, exists)
 
   def _head(self, kept: UOp, shared: UOp) -> UOp:

@@ -100,6 +100,7 @@ class HeadView:
     unit: a number of elements that divides the start of every row; None is the size of a row.
     strides: where the rows of all heads lie; None where that is not regular.
     head: the head, numbered through all batch elements.
+    in_pages: whether `start` reads a page table in memory.
   """
 
   x: UOp
@@ -110,6 +111,7 @@ class HeadView:
   unit: int | None = None
   strides: Strides | None = None
   head: UOp | None = None
+  in_pages: bool = False
 
   @classmethod
   def of(cls, x: UOp | View, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
@@ -139,13 +141,13 @@ class HeadView:
     """View a head of sequence b in pages: x is (pages * heads, rows per page, size), a buffer or a strided view."""
     _, rows, size = sizes(x)
     if not isinstance(x, View):
-      return cls(x, size, length, lambda row: pages.row(b, head, row, length) * size)
+      return cls(x, size, length, lambda row: pages.row(b, head, row, length) * size, in_pages=pages.tile is None)
 
     def start(row: UOp) -> UOp:
       found = pages.row(b, head, row, length)
       return x.start(found // rows, found % rows)
 
-    return cls(x.buffer, size, length, start, unit=x.unit)
+    return cls(x.buffer, size, length, start, unit=x.unit, in_pages=pages.tile is None)
 
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
@@ -154,6 +156,9 @@ class HeadView:
 
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
+    if self.in_pages and inside is not None:
+      # tinygrad simplifies the whole index by its gate, but gates only the outer load, not that of the page table.
+      row = least([row, clamp(self.length - 1, 0, max(0, int(self.length.vmax) - 1))])
     place = self.start(row) + d
     memory = as_type(self.x, self.bits) if self.widens else self.x.base
     return memory[place if inside is None else place.valid(inside)]

@@ -166,6 +166,14 @@ class HeadMasks:
       return TileRange(n_full, end, lambda position: position)
     return TileRange(n_full, clamp(end - begin, 1, tiles), full_first(begin, full_begin, n_full, tiles))
 
+  def reaches(self, row: UOp, block_m: int, key: UOp, block_n: int) -> list[UOp]:
+    """Conditions, without any of which no row from `row` to row + block_m - 1 sees a key up to key + block_n - 1.
+
+    They are about rules that give each query a range of keys. Heads are not packed.
+    """
+    last_row = least([row + block_m, UOp.const(self.rules.M)]) - 1
+    return [key <= x for x in self._lasts(last_row)] + [key + block_n > x for x in self._firsts(row)]
+
   def query_range(self, key: UOp, block_n: int, block_m: int) -> TileRange:
     """The tiles of `block_m` queries that see any of the keys `key` to key + block_n - 1; see `key_range`.
 

@@ -8,7 +8,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, check_type
 from uopattn.dsl.nvidia.mma_layout import MMA_M
-from uopattn.dsl.rules.bias import Places
+from uopattn.dsl.rules.bias import BiasWork, Places
 from uopattn.dsl.schedule import HEAD_SCALES, Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_backward import BITS
@@ -253,9 +253,10 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
     block = min(keys, round_up(p.N, PAIR))
     rows = keys // MMA_M if square else min(warps, ceildiv(p.M, MMA_M))
     loop = Backward(rows, 1, keys if square else block, 2, kept, step, p.tf32, turing)
-    registers, shared = loop.registers(Dk, Dv, loop.block), loop.shared_bytes(Dk, Dv)
+    tiles = in_parts(BiasBackward, loop, p, target)
+    registers, shared = loop.registers(Dk, Dv, loop.block), tiles.shared_bytes(BiasWork.of(p, tiles), Dk, Dv)
     if registers <= BACKWARD_BUDGET[0] and shared <= target.lds:
-      yield in_parts(BiasBackward, loop, p, target)
+      yield tiles
       return
   raise _too_large(problem, registers, BACKWARD_BUDGET[0], shared, target)
 

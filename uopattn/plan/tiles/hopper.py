@@ -7,9 +7,12 @@ from typing import NamedTuple, TypeVar
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.rules.bias import BiasWork, Places
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Problem
 from uopattn.dsl.target import Target
+from uopattn.kernels.cuda_bias_backward import streams_queries
 from uopattn.kernels.hopper_backward import Tiles as Backward
+from uopattn.kernels.hopper_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.hopper_float32_forward import MOST
 from uopattn.kernels.hopper_float32_forward import Tiles as Float32
 from uopattn.kernels.hopper_forward import MULTIPROCESSORS, largest_head, serves
@@ -19,6 +22,7 @@ from uopattn.kernels.hopper_fused_backward import Tiles as Fused
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS
 from uopattn.kernels.hopper_wide_forward import Tiles as Wide
+from uopattn.plan.tiles.bias import in_parts
 
 T = TypeVar("T", Forward, Float32)
 
@@ -124,6 +128,8 @@ FLOAT32 = {
 BACKWARD_LIMIT = 224
 BACKWARD = (((2, 64, 2), (2, 128, 2)), ((1, 64, 3), (2, 64, 2)))
 FUSED_LIMIT = 192  # of `Tiles.registers`
+# Of gradients in one pass: features with which blocks of keys from the first one on add to dQ of a query, one by one.
+ONE_PASS = LIGHT | {"attn_mask", "score_mod", "aux", "mask_mod", "softcap", "dropout_p"}
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
@@ -253,6 +259,28 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   yield from filter(fits, (make(*x) for x in others_to_try))
 
 
+def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
+  """Yield the tiles, of which there is one choice.
+
+  Raises:
+    ValueError: another architecture; head sizes that are not multiples of 8, or too large; a bias whose items do not
+      have one tile of keys in each of several trips.
+  """
+  arch, Dk, Dv, bias = target.arch, problem.Dk, problem.Dv, problem.bias
+  assert bias is not None
+  wide = max(Dk, Dv) > 64
+  if arch != "sm_90" or Dk % 8 or Dv % 8:
+    raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
+  if wide and bias.places is Places.DISTANCES:
+    raise ValueError(f"head sizes {Dk} and {Dv}: must be at most 64 for a bias by distance")
+  tiles = in_parts(BiasBackward, Backward(2, 64 if wide else 128, 2), problem, target)
+  if not streams_queries(BiasWork.of(problem, tiles)):
+    raise ValueError(f"{bias}: elements must be shared by heads or blocks of queries that have a tile of keys each")
+  if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
+    raise ValueError(f"head sizes {Dk} and {Dv}: need {needed} of {target.lds} bytes of shared memory")
+  yield tiles
+
+
 def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
   """Yield tiles for all kernels of the pass, then those with fewer or more stages.
 
@@ -263,13 +291,13 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
   arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
   if arch != "sm_90" or Dk % 8 or Dv % 8:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
-  if others := [x for x in problem.features if x not in LIGHT]:
-    raise ValueError(f"{', '.join(others)}: must be none, for want of registers")
+  if others := [x for x in problem.features if x not in ONE_PASS]:
+    raise ValueError(f"{', '.join(others)}: must be none, as then some blocks of keys would add nothing to dQ")
   if not problem.fits_tensor_maps:
     raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
   if bounded := [x for x in problem.masks if x.has_first]:
     raise ValueError(f"{bounded[0]}: must have no left bound")
-  best = Fused.of(Dk)
+  best = Fused.of(problem)
   fits = best.registers(Dk, Dv) <= FUSED_LIMIT and best.shared_bytes(Dk, Dv) <= target.lds
   if parts(Dk) > best.warpgroups or not fits:
     raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")

@@ -1,0 +1,166 @@
+"""Gradients of biases on Hopper's tensor cores (sm_90a): of an additive mask, or of what a score_mod reads.
+
+A workgroup adds up dS of the scores that share a tile of elements of the bias, (block_m, block_n), in registers; see
+`uopattn.dsl.gpu.bias_mainloop`. It serves biases whose items have one tile of keys in each of several trips. Each
+warpgroup has 64 queries, and computes S and dP of 64 keys at a time:
+    start S = Q K^T, dP = dO V^T   (64, 64)   from shared memory
+    wait for both, compute dS, add it to the sums of these keys
+
+Storage: the sums, S and dP are in registers; Q, dO, K and V of `stages` trips are in shared memory, copied by all
+threads. What is loaded for a tile limits the speed, so tiles are larger than those of `cuda_bias_backward`. An additive
+mask is read in each trip, although it is the same in all: registers would not hold it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad import UOp
+from tinygrad.dtype import DType
+
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl.gpu.backward_mainloop import Elements, RowStats, ScoreRow, score_gradients, weights
+from uopattn.dsl.gpu.bias_mainloop import BiasTiles, Trips, add_gradients, numbers
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
+from uopattn.dsl.nvidia.mma_layout import WARP
+from uopattn.dsl.nvidia.score_gradients import score_rows_by_row
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.bias import BiasWork
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Schedule
+from uopattn.kernels import hopper_backward
+from uopattn.kernels.hopper_backward import rows_of
+
+PART = 64  # keys whose scores are computed at a time
+
+
+class Tiles(BiasTiles):
+  """The block sizes of one kernel."""
+
+  loop: hopper_backward.Tiles
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.block_n % PART:
+      raise ValueError(f"Tiles.loop.block={self.block_n}: must be a multiple of {PART}")
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory per workgroup."""
+    return self.loop.shared_bytes(Dk, Dv, self.loop.stages)
+
+
+def backward_bias(
+  dbias: UOp,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+  first: UOp | None = None,
+  *,
+  work: BiasWork,
+  rules: Rules,
+  tiles: Tiles,
+) -> UOp:
+  """Build the kernel.
+
+  Args:
+    dbias: the sums, in `BiasWork.shape`.
+    q, k, v, do, lse, delta: as for `uopattn.kernels.hopper_backward.backward_q`.
+    first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
+    work: which gradients of scores are added up.
+    rules: masks, score mods and scaling.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  s, own = Scope(), tiles.loop
+  trips = Trips.of(s, rules, work, own.warpgroups * wgmma.WARPS, WARP, first)
+  (trip,) = trips.axes
+  of_queries, of_keys = own.panels(s, Dk, Dv, own.stages)
+  brought = (trips.keys(k), trips.keys(v), trips.queries(q), trips.queries(do))
+  sources = tuple(zip((*of_keys, *of_queries), brought, strict=True))
+  pipeline = CpAsyncPipeline(sources, own.stages, trips.item.thread, fenced=True)
+  stats = RowStats(CUDA, lse, delta, trips.group.head, rules.moves)
+  loop = Mainloop(s, trips.group, q.dtype, tiles, trips.rules, stats)
+  rows = loop.score_rows(trips.item.at(UOp.const(0), UOp.const(0)), UOp.const(0), tiles.block_n)
+  acc = s.filled(0.0, len(numbers(rows)), after=(trips.item.item,))
+  arrived = pipeline.acquire(trip, pipeline.start(), acc.after(trip))
+  tile = trips.key_range.tile(trip) * tiles.block_n
+  done = loop.add(arrived, tile, trips.key_range.n_full.vmax == 0, acc.after(trip)).end(trip)
+  acc = acc.after(pipeline.finish(done, acc.after(done)))
+  name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  return trips.item.kernel(name, trips.store(dbias, acc, rows))
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """What a warpgroup does in a trip.
+
+  Attributes:
+    s: the kernel's axes.
+    group: the position of this thread, at the trip's head and block of queries.
+    dtype: dtype of q, k and v.
+    tiles: block sizes.
+    rules: the rules of the query head.
+    stats: lse and delta of its queries.
+  """
+
+  s: Scope
+  group: Workgroup
+  dtype: DType
+  tiles: Tiles
+  rules: HeadRules
+  stats: RowStats
+
+  def score_rows(self, group: Workgroup, first: UOp, width: int) -> list[ScoreRow]:
+    """This lane's score rows of `width` keys from `first` on."""
+    rows = rows_of(group, group.block, self.tiles.loop)
+    stats = replace(self.stats, head=group.head)
+    found = {place: stats.of(row, True) for place, row in rows.items()}
+    return score_rows_by_row(rows, found, first, width, group.lane)
+
+  def add(self, tiles: Sequence[SwizzledTiles], first: UOp, masked: bool, acc: UOp) -> UOp:
+    """Add the tile of keys from `first` on to the sums, given tiles of K, V, Q and dO. Returns the end of it."""
+    k, v, q, do = tiles
+    scores = [self.s.buffer(PART // 2) for _ in range(2)]  # S and dP
+    done = q.memory
+    for part in range(self.tiles.block_n // PART):
+      started = self.start(q, k, part, scores[0], done)
+      started = self.start(do, v, part, scores[1], started)
+      rules = self.reading(started)
+      rows = self.score_rows(self.group, first + part * PART, PART)
+      ready = wgmma.wait(0, PART, scores[1][0], wgmma.wait(1, PART, scores[0][0], started))
+      products, grads = (self.elements(x.after(ready)) for x in scores)
+      ds = score_gradients(rules, rows, weights(CUDA, rules, rows, products, masked), grads)
+      done = UOp.group(*add_gradients(rules, rows, ds, products, acc, acc.after(ready), part * PART // 2))
+    return done
+
+  def start(self, rows: SwizzledTiles, tile: SwizzledTiles, part: int, into: UOp, *after: UOp) -> UOp:
+    """Start the product of this warpgroup's rows with a part of those of a tile, (64, 64)."""
+    left = rows.after(*after).address(self.group.warp // wgmma.WARPS * wgmma.M)
+    right, steps, panels = tile.after(*after).address(part * PART), rows.columns // wgmma.K, (rows.panel, tile.panel)
+    return wgmma.start(self.dtype, PART, steps, into[0], left, right, panels, *after)
+
+  def reading(self, *after: UOp) -> HeadRules:
+    """The rules, with a mask that is read after `after`."""
+    mask = self.rules.rules.attn_mask
+    if mask is None:
+      return self.rules
+    return replace(self.rules, rules=replace(self.rules.rules, attn_mask=mask.after(*after)))
+
+  def elements(self, scores: UOp) -> Elements:
+    """Return this lane's elements of S or dP."""
+    return {(0, i // 4, i % 4): scores[i].load() for i in range(PART // 2)}
+
+
+SCHEDULE = Schedule(
+  "hopper_bias_backward",
+  devices=("CUDA",),
+  dtypes=DTYPES_16,
+  kernels=(Kernel.bias(backward_bias),),
+  tiles=Tiles,
+  unsupported=("scales", "page_table"),
+)

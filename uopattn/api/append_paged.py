@@ -1,0 +1,193 @@
+"""`append_paged`: new keys and values, written into the pages of a KV cache."""
+
+from typing import Any
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.engine.realize import capturing
+
+from uopattn.api.paged import _as_int, _at_hand, _lengths, check_table
+from uopattn.dsl import sizes
+from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
+from uopattn.kernels.append import PagedRows
+from uopattn.plan.append import append_call, is_memory
+from uopattn.spec.arguments import Sizes, as_scale, check_place, check_scale, check_tensor_of, of_heads
+from uopattn.spec.layout import base_of
+from uopattn.spec.shards import part_of, sharded_axis
+from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
+
+
+def append_paged(
+  k: Tensor,
+  v: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  start: int | UOp | Tensor,
+  *,
+  lengths: Tensor | None = None,
+  k_scale: float | Tensor | None = None,
+  v_scale: float | Tensor | None = None,
+) -> None:
+  """Write new keys and values into pages, in place, with one kernel.
+
+  Key i of sequence b is written to row (start[b] + i) % page_size of page page_table[b, (start[b] + i) // page_size]:
+  where `attention_paged` reads key start[b] + i. Nothing else is written. If two sequences write the same row of a page
+  that they share, either may win.
+
+  The write is lazy. `k_pages` and `v_pages` become Tensors that depend on it, so pass them to `attention_paged`, or
+  realize them. Views that were taken from the same memory earlier see it only if they are realized after it. Realize
+  each step before the next, and return something from a `TinyJit` that depends on the write, as with `KVCache`.
+
+  Positions and page ids raise an error, and nothing is written, if they do not fit and are known without computing: if
+  page_table, start and lengths are realized or made of Python or numpy numbers. On a GPU this check waits for pending
+  work. While a `TinyJit` captures or replays there is no check. Keys at positions below 0 or beyond the page table, and
+  those of an invalid page, are then not written.
+
+  Args:
+    k: (B, Hkv, M, Dk), in k_pages' dtype; for pages of 8 bits also float32, float16 or bfloat16. Views are read in
+      place. M may be 0.
+    v: (B, Hkv, M, Dv), in k's dtype.
+    k_pages: (P, Hkv, page_size, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. A realized Tensor, or a strided
+      view of one: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
+    v_pages: (P, Hkv, page_size, Dv), in k_pages' dtype.
+    page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. Entries of
+      pages that get no key may hold anything.
+    start: the position of the first new key of each sequence: int, bound Variable, an expression of Variables, or (B,)
+      Tensor of any integer dtype.
+    lengths: (B,) integer Tensor, the number of new keys of each sequence, from 0 to M: only the first lengths[b] of k
+      and v are written, as for prompts of different lengths. None is M.
+    k_scale, v_scale: divisors of k and v before they are rounded to 8 bits, to nearest: the k_scale and v_scale of
+      `attention_paged`. Each is a number or a float Tensor that broadcasts to (B, Hkv); None is 1. Numbers out of the
+      range become the largest of the dtype.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import append_paged
+    >>> k_pages, v_pages = (Tensor.zeros(3, 1, 2, 1).contiguous().realize() for _ in range(2))
+    >>> table, start = Tensor([[2, 0], [1, 1]]), Tensor([1, 0])
+    >>> k = Tensor([[1.0, 2.0], [3.0, 4.0]]).reshape(2, 1, 2, 1)
+    >>> append_paged(k, -k, k_pages, v_pages, table, start)
+    >>> k_pages.flatten(1).tolist()  # the first sequence crosses from page 2 to page 0
+    [[2.0, 0.0], [3.0, 4.0], [0.0, 1.0]]
+  """
+  k, v, table, start, lengths = _placed(k, v, k_pages, v_pages, page_table, start, lengths)
+  given = {"k_scale": k_scale, "v_scale": v_scale}
+  has_scales = any(x is not None for x in given.values())
+  scales = [_scale(name, x, k, k_pages) for name, x in given.items()] if has_scales else []
+  M, (P, _, page_size, _) = sizes(k)[2], sizes(k_pages)
+  place = PagedRows(P, page_size, sizes(table)[1])
+  _check_values(table, start, lengths, M, place)
+  if 0 in (*sizes(k), place.count, place.entries):
+    return
+  axis = sharded_axis("k_pages", k_pages) if isinstance(k_pages.device, tuple) else None
+  pages, new = ([part_of(x, axis) for x in xs] for xs in ((k_pages, v_pages), (k, v)))
+  for name, x in zip(("k_pages", "v_pages"), pages, strict=True):
+    if not is_memory(x) or axis not in (1, None):
+      accepted = "a realized Tensor or a strided view of one, on several devices whole or sharded by heads"
+      raise ValueError(f"{name} is no memory to write to; it must be {accepted}")
+  call = append_call(
+    pages,
+    new,
+    _whole(near(start)),
+    place,
+    tables=[_whole(_as_int(table, P))],
+    lengths=_whole(near(lengths)),
+    head_scales=[part_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
+  )
+  for x, part in zip((k_pages, v_pages), pages, strict=True):
+    base = base_of(part.uop)
+    written = part.uop.substitute({base: base.after(call)}, walk=True)
+    x.replace(Tensor(written if axis is None else written.unshard(axis)))
+
+
+def _whole(x: Any) -> Any:
+  """Return a Tensor whole on every device, and anything else as it is."""
+  return part_of(x, None) if isinstance(x, Tensor) else x
+
+
+def _placed(
+  k: Tensor,
+  v: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  start: int | UOp | Tensor,
+  lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, int | UOp | Tensor, Tensor | None]:
+  """Return k, v, page_table, start and lengths on the pages' device, once all shapes and dtypes are checked."""
+  for name, x in (("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)):
+    if check_tensor(name, x).ndim != 4:
+      axes = "(P, Hkv, page_size, D)" if name.endswith("pages") else "(B, Hkv, M, D)"
+      raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, {axes}")
+  (B, Hkv, M, Dk), (P, _, page_size, _), Dv = sizes(k), sizes(k_pages), sizes(v)[3]
+  if page_size == 0 or k_pages.shape != (P, Hkv, page_size, Dk):
+    raise ValueError(f"k_pages has shape {k_pages.shape}; for k {k.shape} it must be (P, {Hkv}, page_size, {Dk})")
+  for name, x, shape in (("v", v, (B, Hkv, M, Dv)), ("v_pages", v_pages, (P, Hkv, page_size, Dv))):
+    if sizes(x) != shape:
+      raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+  _check_dtype("k_pages", k_pages, DTYPES)
+  _check_dtype("v_pages", v_pages, (k_pages.dtype,))
+  in_8_bits = k_pages.dtype in DTYPES_8
+  k, v = (placed(x, k_pages.device, dtypes.default_float if in_8_bits else k_pages.dtype) for x in (k, v))
+  _check_dtype("k", k, (k_pages.dtype, *(DTYPES_16_32 if in_8_bits else ())))
+  _check_dtype("v", v, (k.dtype,))
+  page_table, start, lengths = placed((page_table, start, lengths), k_pages.device)
+  others = {"k": k, "v": v, "v_pages": v_pages, "start": start, "lengths": lengths}
+  for name, other in others.items():
+    if isinstance(other, Tensor):
+      check_device(name, other, k_pages.device, "k_pages")
+  check_table(page_table, B, k.device)
+  check_place("start", start, B)
+  if lengths is not None:
+    check_tensor_of("lengths", lengths, (B,), dtypes.ints, "an integer dtype")
+  return k, v, page_table, start, lengths
+
+
+def _check_dtype(name: str, x: Tensor, accepted: tuple[DType, ...]) -> None:
+  if x.dtype not in accepted:
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
+
+
+def _scale(name: str, scale: float | Tensor | None, k: Tensor, k_pages: Tensor) -> Tensor:
+  """Return a scale as kernels take it, (B or 1, Hkv or 1) float32."""
+  B, Hkv, M, _ = sizes(k)
+  if k.dtype == k_pages.dtype and scale is not None:
+    raise ValueError(f"{name} is given, but k is stored as it is; it must be None, or pages of 8 bits and k of more")
+  found = placed(as_scale(1.0 if scale is None else scale), k_pages.device)
+  if isinstance(found, Tensor) and not isinstance(scale, Tensor):
+    found = found.to(k_pages.device)
+  check_scale(name, found, Sizes(B, Hkv, Hkv, M, M))
+  check_device(name, found, k_pages.device, "k_pages")
+  return of_heads(found)[0]
+
+
+def _check_values(table: Tensor, start: int | UOp | Tensor, lengths: Tensor | None, M: int, place: PagedRows) -> None:
+  """Check positions and page ids, as far as they are known without computing. Raises ValueError."""
+  B, most = sizes(table)[0], place.entries * place.size
+  if capturing or (starts := _lengths(start, B)) is None:
+    return
+  given = None if lengths is None else _at_hand(lengths)
+  if lengths is not None and given is None:
+    return
+  counts = [M] * B if given is None else given.tolist()
+  entries = _at_hand(table)
+  for b, (first, count) in enumerate(zip(starts, counts, strict=True)):
+    if not 0 <= count <= M:
+      raise ValueError(f"lengths is {count} for sequence {b}; it must be from 0 to {M}, the number of keys in k")
+    if first < 0 or first + count > most:
+      raise ValueError(
+        f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {most - count}, as page_table "
+        f"has {place.entries} pages of {place.size} keys"
+      )
+    if entries is None:
+      continue
+    for j in range(first // place.size, -(-(first + count) // place.size) if count else 0):
+      if not 0 <= entries[b, j] < place.count:
+        raise ValueError(
+          f"page_table[{b}, {j}] is {entries[b, j]}; it must be from 0 to {place.count - 1}, as k_pages has "
+          f"{place.count} pages, for sequence {b} gets keys {first} to {first + count - 1} in pages of {place.size}"
+        )

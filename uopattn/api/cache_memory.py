@@ -1,0 +1,139 @@
+"""The memory of a cache of keys and values, and the checks of what is written to it."""
+
+from typing import cast
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.engine.realize import capturing
+
+from uopattn.api.paged import _at_hand
+from uopattn.dsl import sizes
+from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.schedule import DTYPES_16_32
+from uopattn.kernels.append import Place
+from uopattn.plan.append import append_call
+from uopattn.spec.arguments import check_place
+from uopattn.spec.shards import Devices, joined, part_of
+from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
+
+
+class CacheMemory:
+  """Keys and values of one layer, with scales if they have 8 bits.
+
+  Attributes:
+    k: (B, Hkv, rows, Dk).
+    v: (B, Hkv, rows, Dv).
+    k_scale, v_scale: (B, Hkv, rows) float32, or None.
+  """
+
+  def __init__(
+    self,
+    B: int,
+    Hkv: int,
+    rows: int,
+    Dk: int,
+    Dv: int | None,
+    dtype: DType,
+    device: Devices | None,
+    axis: int | None,
+  ):
+    """Allocate the memory, filled with 0; see `KVCache`. Raises TypeError or ValueError if an argument does not fit."""
+    Dv = Dk if Dv is None else Dv
+    for name, size in (("B", B), ("Hkv", Hkv), ("Dk", Dk), ("Dv", Dv)):
+      least = 0 if name == "B" else 1
+      if not isinstance(size, int) or size < least:
+        raise ValueError(f"{name} is {size!r}; it must be an int >= {least}")
+    accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
+    if dtype not in accepted:
+      raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
+
+    if isinstance(device, tuple) and axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % len(device)):
+      raise ValueError(
+        f"axis is {axis} for B={B} and Hkv={Hkv} on {len(device)} devices; it must be 0, 1 or None, and the devices "
+        "must divide that size"
+      )
+
+    def zeros(*shape: int, dtype: DType) -> Tensor:
+      if not isinstance(device, tuple):
+        return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
+      part = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
+      return joined(Tensor.zeros(*part, dtype=dtype, device=device).contiguous(), axis).realize()
+
+    self.k, self.v = (zeros(B, Hkv, rows, D, dtype=dtype) for D in (Dk, Dv))
+    self.k_scale: Tensor | None = None
+    self.v_scale: Tensor | None = None
+    if dtype in QUANTIZED_DTYPES:
+      self.k_scale, self.v_scale = (zeros(B, Hkv, rows, dtype=dtypes.float) for _ in range(2))
+
+  def _rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return new keys and values on the memory's device. Raises TypeError or ValueError if they do not fit it."""
+    k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
+    M = sizes(k)[2] if k.ndim == 4 else 0
+    for name, x, held in (("k", k, self.k), ("v", v, self.v)):
+      B, Hkv, _, D = sizes(held)
+      if x.shape != (B, Hkv, M, D):
+        raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M the same of k and v")
+      if x.dtype not in (accepted := DTYPES_16_32 if held.dtype in QUANTIZED_DTYPES else (held.dtype,)):
+        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
+        raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
+      if x.device != held.device:
+        raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
+    return k, v
+
+  @property
+  def _device(self) -> Devices:
+    return cast(Devices, self.k.device)
+
+  @property
+  def _weak(self) -> DType:
+    """The dtype that Tensors of a weak dtype are cast to."""
+    return dtypes.default_float if self.k.dtype in QUANTIZED_DTYPES else self.k.dtype
+
+  @property
+  def _scales(self) -> tuple[Tensor, Tensor] | None:
+    return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+
+  def _start(self, start: int | UOp | Tensor, M: int, N_max: int) -> int | UOp | Tensor:
+    """Return `start`, a Tensor as int32 on the cache's device.
+
+    Raises:
+      TypeError: it is of a wrong type.
+      ValueError: the M positions from it on are not below N_max, as far as that is known without computing.
+    """
+    B = sizes(self.k)[0]
+    start = placed(start, self._device)
+    check_place("start", start, B)
+    accepted = f"for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}"
+    if not isinstance(start, Tensor):
+      low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
+      if low < 0 or high + M > N_max:
+        given = f"start is {start}" if isinstance(start, int) else f"start is a Variable from {low} to {high}"
+        raise ValueError(f"{given}; {accepted}")
+      return start
+    check_device("start", start, self._device, "the cache")
+    for b, first in enumerate([] if capturing or (values := _at_hand(start)) is None else values.tolist()):
+      if first < 0 or first + M > N_max:
+        raise ValueError(f"start is {first} for sequence {b}; {accepted}")
+    return cast(Tensor, near(start))
+
+  def _write(
+    self, k: Tensor, v: Tensor, start: int | UOp | Tensor, place: Place, lengths: Tensor | None = None
+  ) -> None:
+    """Write new keys and values, if there are any, and their scales if the cache has 8 bits.
+
+    Args:
+      lengths: (B,) int32, the number of new keys of each sequence; None is all.
+    """
+    if 0 in (*sizes(k), *sizes(self.k)):
+      return
+    axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None
+    of_sequence = 0 if axis == 0 else None
+    held, new, scales = ([part_of(x, axis) for x in xs] for xs in ((self.k, self.v), (k, v), self._scales or ()))
+    start = part_of(start, of_sequence) if isinstance(start, Tensor) else start
+    lengths = None if lengths is None else part_of(lengths, of_sequence)
+    call = append_call(held, new, start, place, row_scales=scales, lengths=lengths)
+    parts = [x.uop.after(call) for x in (*held, *scales)]
+    found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
+    self.k, self.v = found[:2]
+    if scales:
+      self.k_scale, self.v_scale = found[2:]

@@ -1,0 +1,203 @@
+"""The call of the kernel that writes new keys and values into a cache (`uopattn.kernels.append`)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import Ops
+
+from uopattn.dsl import clamp, sizes
+from uopattn.dsl.instruction import typed
+from uopattn.dsl.rules.masks import FAR
+from uopattn.dsl.scope import View
+from uopattn.kernels.append import Operand, Place, append
+from uopattn.plan.target import target_of
+from uopattn.runtime.prepare import prepared
+from uopattn.spec.arguments import bound_variables, in_kernel
+from uopattn.spec.layout import Layout, base_of, flat_base, in_memory, strided
+from uopattn.spec.shards import Devices, devices_of
+
+
+@dataclass(frozen=True)
+class Memory:
+  """Rows of elements as a kernel takes them.
+
+  Attributes:
+    shape: (blocks, heads, rows, D).
+    dtype: type of the elements.
+    layout: where they lie in the flat buffer; None if they are a contiguous buffer.
+  """
+
+  shape: tuple[int, int, int, int]
+  dtype: DType
+  layout: Layout | None
+
+  @classmethod
+  def of(cls, x: Tensor) -> "Memory":
+    """Describe a Tensor of four axes."""
+    return cls(cast(tuple[int, int, int, int], sizes(x)), x.dtype, strided(x))
+
+  def argument(self, slot: int) -> UOp | View:
+    """Return the kernel's argument as (blocks * heads, rows, D)."""
+    blocks, heads, rows, D = self.shape
+    if self.layout is None:
+      return UOp.placeholder(self.shape, self.dtype, slot).reshape(blocks * heads, rows, D)
+    layout = self.layout
+    of_block, of_head, of_row, _ = layout.strides
+
+    def start(head: UOp, row: UOp) -> UOp:
+      return head // heads * of_block + head % heads * of_head + row * of_row + layout.offset
+
+    unit = math.gcd(layout.offset, of_block, of_head, of_row)
+    return View(UOp.placeholder((layout.size,), self.dtype, slot), (blocks * heads, rows, D), start, unit)
+
+
+@dataclass(frozen=True)
+class Append:
+  """One call: hashable, without Tensors. Its buffers are, in this order, those that the attributes name.
+
+  Attributes:
+    targets: the memory of keys and of values.
+    row_scales: the shape of the scales of rows that it writes, (blocks, heads, rows); None if it writes none.
+    sources: the new keys and values.
+    place: where the cache keeps a position.
+    tables: shapes of the int32 buffers that `place` reads.
+    start: the first position, the same for all sequences; None if a (B,) int32 buffer has them.
+    has_lengths: whether a (B,) int32 buffer has the number of new keys of each sequence.
+    head_scales: the shapes of the scales of the heads of k and of v, (B or 1, heads or 1); None if they have none.
+  """
+
+  targets: tuple[Memory, Memory]
+  row_scales: tuple[int, int, int] | None
+  sources: tuple[Memory, Memory]
+  place: Place
+  tables: tuple[tuple[int, int], ...]
+  start: int | UOp | None
+  has_lengths: bool
+  head_scales: tuple[tuple[int, int], ...] | None
+
+  def graph(self, on_cpu: bool) -> UOp:
+    """Build the kernel on buffers with slots from 0 on."""
+    (B, heads, M, _), slots = self.sources[0].shape, iter(range(20))
+
+    def buffer(shape: Sequence[int], dtype: DType) -> UOp:
+      return UOp.placeholder(tuple(shape), dtype, next(slots))
+
+    targets = [x.argument(next(slots)) for x in self.targets]
+    row_scales: list[UOp | None] = [None, None]
+    if self.row_scales is not None:
+      blocks, *rest = self.row_scales
+      row_scales = [buffer(self.row_scales, dtypes.float).reshape(blocks * rest[0], rest[1]) for _ in targets]
+    sources = [x.argument(next(slots)) for x in self.sources]
+    tables = tuple(buffer(x, dtypes.int) for x in self.tables)
+    starts = buffer((B,), dtypes.int) if self.start is None else None
+    lengths = buffer((B,), dtypes.int) if self.has_lengths else None
+    head_scales: list[UOp | None] = [None, None]
+    if self.head_scales is not None:
+      head_scales = [buffer(x, dtypes.float) for x in self.head_scales]
+
+    def start(b: UOp) -> UOp:
+      if starts is None:
+        return UOp.const(0) + cast(UOp, self.start)
+      return clamp(starts[b].load().cast(dtypes.weakint), -FAR, FAR)  # so that nothing overflows
+
+    def count(b: UOp) -> UOp:
+      return UOp.const(M) if lengths is None else clamp(lengths[b].load().cast(dtypes.weakint), 0, M)
+
+    operands = [Operand(*x) for x in zip(sources, targets, row_scales, head_scales, strict=True)]
+    name = f"append_{B}_{heads}_{M}_{self.sources[0].shape[3]}_{self.sources[1].shape[3]}"
+    return typed(append(*operands, start, count, self.place, tables, (B, heads, M), name, on_cpu))
+
+  def estimates(self) -> Estimates:
+    """Estimate the operations and bytes moved, for tinygrad's own reports."""
+    counts = [math.prod(x.shape) for x in self.sources]
+    pairs = zip(counts, self.sources, self.targets, strict=True)
+    moved = sum(n * (a.dtype.itemsize + b.dtype.itemsize) for n, a, b in pairs)
+    return Estimates(ops=sum(counts), lds=moved, mem=moved)
+
+
+def _graph(call: Append, on_cpu: bool) -> tuple[UOp, Estimates]:
+  return call.graph(on_cpu), call.estimates()
+
+
+def append_call(
+  targets: Sequence[Tensor],
+  sources: Sequence[Tensor],
+  start: int | UOp | Tensor,
+  place: Place,
+  *,
+  row_scales: Sequence[Tensor] = (),
+  tables: Sequence[Tensor] = (),
+  lengths: Tensor | None = None,
+  head_scales: Sequence[Tensor] = (),
+) -> UOp:
+  """Return the call of the kernel that writes new keys and values to their memory: what is `.after` it has them.
+
+  Args:
+    targets: the memory of keys and of values, (blocks, heads, rows, D); see `is_memory`.
+    sources: new keys and values, (B, heads, M, D) with M > 0, in the targets' dtype; or if these have 8 bits float32,
+      float16 or bfloat16. On several devices all Tensors are parts, see `uopattn.spec.shards`.
+    start: the position of the first; a Tensor is (B,) int32.
+    place: where the cache keeps a position.
+    row_scales: of keys and of values, (blocks, heads, rows) float32, if rows of 8 bits have scales.
+    tables: int32 Tensors that `place` reads.
+    lengths: (B,) int32, the number of new keys of each sequence; None is M.
+    head_scales: of keys and of values, (B or 1, heads or 1) float32.
+  """
+  variables: tuple[UOp, ...] = ()
+  if isinstance(start, UOp):
+    known = (v for v in bound_variables(start) if v.src[0].vmin < v.src[0].vmax)  # others are constants
+    variables, start = tuple(dict.fromkeys(known)), in_kernel(start)
+  buffers = {_buffer(x) for x in targets}
+  sources = [x.contiguous() if _buffer(x) in buffers else x for x in sources]  # rows that may be overwritten meanwhile
+  memories = [tuple(map(Memory.of, pair)) for pair in (targets, sources)]
+  call = Append(
+    cast(tuple[Memory, Memory], memories[0]),
+    cast(tuple[int, int, int], sizes(row_scales[0])) if row_scales else None,
+    cast(tuple[Memory, Memory], memories[1]),
+    place,
+    tuple(cast(tuple[int, int], sizes(x)) for x in tables),
+    None if isinstance(start, Tensor) else start,
+    lengths is not None,
+    tuple(cast(tuple[int, int], sizes(x)) for x in head_scales) or None,
+  )
+  outputs = [flat_base("a cache", x, memory.layout) for x, memory in zip(targets, memories[0], strict=True)]
+  outputs += row_scales
+  inputs = [flat_base(name, x, memory.layout) for name, x, memory in zip("kv", sources, memories[1], strict=True)]
+  others = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
+  inputs += map(in_memory, others)
+  device = cast(Devices, targets[0].device)
+  kernel, *_ = [prepared(_graph, x, call, target_of(x).device == "CPU") for x in devices_of(device)]
+
+  def gradient(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    """As rounding to 8 bits has it, of k and v 0."""
+    if sources[0].dtype == targets[0].dtype:
+      raise NotImplementedError(
+        "keys and values that were appended to a cache have no gradients; pass them to attention"
+      )
+    zeros = [x.uop.const_like(0) for x in inputs[:2]]
+    return (*(None for _ in outputs), *zeros, *(None for _ in (*inputs[2:], *variables)))
+
+  return kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
+
+
+def _buffer(x: Tensor) -> UOp:
+  """Return the buffer that x is a view of, or x itself if it must be computed first."""
+  base = base_of(x.uop)
+  while base.op in (Ops.AFTER, Ops.RESHAPE):
+    base = base.src[0]
+  return base
+
+
+def is_memory(x: Tensor) -> bool:
+  """Return whether x is a buffer, or a view of one whose elements are all its own, so that kernels can write to it."""
+  if not base_of(x.uop).has_buffer_identity(after_ok=True):
+    return False
+  if base_of(x.uop) is x.uop:
+    return True
+  layout = strided(x)
+  return layout is not None and all(n == 1 or step for n, step in zip(sizes(x), layout.strides, strict=True))
