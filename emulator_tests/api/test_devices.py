@@ -1,5 +1,6 @@
 """Tensors sharded over devices: as one device computes them, and by kernels of every device."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from tinygrad.engine.realize import runtime_cache
 import uopattn.plan.context_parallel as context_parallel
 import uopattn.plan.sharded as sharded
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen
+from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.plan import bias, gradient
-from uopattn.runtime.log import log_once
 from uopattn.runtime.threads import ThreadedProgram
 
 DEVICES = ("CPU", "CPU:1")
@@ -154,9 +155,9 @@ def no_plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_plain_ops")
-@pytest.mark.parametrize("axis", [1, 0, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis", [1, 0, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, None))])
 def test_biases_by_kernels(axis: int | None) -> None:
-  """Each device sums up what belongs to its batches or heads, at the places of the whole."""
+  """Each device sums up what belongs to its batches, heads or queries, at the places of the whole."""
   with Context(TRAINING=1):
     found = []
     for devices in (None, DEVICES):
@@ -168,7 +169,8 @@ def test_biases_by_kernels(axis: int | None) -> None:
 
 
 @pytest.mark.usefixtures("no_plain_ops")
-def test_biases_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("axis", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_biases_by_blocks_of_queries(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(bias, "BLOCK_BYTES", 4 * 150 * 64)
   of = np.random.default_rng(0).integers(0, 8, (150, 150)).astype(np.int32)
   options = {
@@ -177,16 +179,16 @@ def test_biases_by_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     "aux": ((np.linspace(0, 1, 16, dtype=np.float32).reshape(8, 2), None), (of, None)),
   }
   found = [
-    computed(arrays(2, 2, 2, 150, 150), (1, 1, 1), x, gradients=True, biases=True, **options) for x in (None, DEVICES)
+    computed(arrays(2, 2, 2, 150, 150), (axis,) * 3, x, gradients=True, biases=True, **options) for x in (None, DEVICES)
   ]
   near(found[0], found[1], np.float32)
 
 
 @pytest.mark.parametrize("what", ["numbers", "sum"])
 def test_biases_at_the_places_of_a_part_are_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  right = bias.Read._firsts
   if what == "numbers":
-    right = bias.on_each
-    monkeypatch.setattr(bias, "on_each", lambda x, devices: right(x * 0, devices))
+    monkeypatch.setattr(bias.Read, "_firsts", lambda self, spec: right(self, replace(spec, origin=NO_ORIGIN)))
   else:
     right_gradient = sharded.gradient_of
     monkeypatch.setattr(sharded, "gradient_of", lambda x, part, axis, summed: right_gradient(x, part, axis, False))
@@ -339,10 +341,10 @@ def test_masks_of_sequences_by_kernels(shape: tuple[int, ...], axes: tuple[int |
   close(arrays(2, 4, 2, 40, 40), axes, DEVICES, biases=True, attn_mask=(mask, None), is_causal=True)
 
 
-def test_mods_of_sequences_have_gradients_by_plain_ops(caplog: pytest.LogCaptureFixture) -> None:
-  log_once.cache_clear()
-  close(arrays(1, 2, 2, 40, 48), (2, 2, 2), DEVICES, biases=True, **by_distance())
-  assert sum("devices divide the sequence, and score_mod counts in the whole one" in x for x in caplog.messages) == 1
+@pytest.mark.usefixtures("no_plain_ops")
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_biases_of_sequences_by_kernels(causal: bool) -> None:
+  close(arrays(1, 2, 2, 40, 48), (2, 2, 2), DEVICES, biases=True, is_causal=causal, **by_distance())
 
 
 @pytest.mark.kinds(block=(16,))

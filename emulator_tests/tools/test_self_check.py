@@ -170,7 +170,7 @@ def test_probes_of_biases_on_gpus_have_their_tiles(arch: str) -> None:
   count = 0
   with on(arch):
     of_bias = [x for x in all_schedules_on(target_of("EMU"), True) if x.of_bias]
-    probes = [x for schedule in of_bias for x in probes_of(replace(schedule, dtypes=(dtypes.half,)), True)]
+    probes = [x for schedule in of_bias for x in probes_of(replace(schedule, dtypes=(dtypes.half,)), True)[::2]]
     for prepared in (found for x in probes if (found := served(x, "EMU")) is not None):
       (first,) = prepared.launches
       parts = BiasWork.of(first.spec, first.tiles).reduced  # one trip for each
@@ -184,7 +184,7 @@ def test_probes_of_biases_on_gpus_have_their_tiles(arch: str) -> None:
         trips = (BiasWork.of(x.spec, x.tiles).trips for x in (launch, made))
         assert len({x > 1 for x in trips}) == 1
         count += 1
-  assert count > 15
+  assert count > 10
 
 
 OF_CPU = Mistake(BiasWork, "kept_head", lambda right: lambda self, item: right(self, item) * 0)

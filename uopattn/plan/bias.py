@@ -24,7 +24,7 @@ from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import Devices, devices_of, on_each
+from uopattn.spec.shards import Devices, devices_of, on_devices, on_each, selected
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
@@ -36,6 +36,7 @@ OF_MASK = {
   (False, True): Places.KEYS,
   (False, False): Places.ALL,
 }
+Firsts = tuple[int | UOp, ...]  # numbers along the axes, UOps of the number of a device where devices divide them
 AXES = 4  # batch, head, query and key; of a bias by distance, the last one is the distance
 
 
@@ -59,9 +60,7 @@ def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]
   """
   spec = residuals.spec
   assert spec.score_mod is not None
-  if any(isinstance(x, UOp) for x in spec.origin.first[2:]):
-    raise NoKernel("devices divide the sequence, and score_mod counts in the whole one")
-  numbers, score, reads = spec.score_mod.reads((*_heads(residuals), spec.M, spec.N), arguments.aux)
+  numbers, score, reads = spec.score_mod.reads(_lengths(residuals), arguments.aux)
   if any(score in _symbols(index) for i in aux for index in reads[i]):
     raise NoKernel("score_mod reads aux at an index that depends on the score")
   found: list[Tensor | None] = []
@@ -103,30 +102,35 @@ class Read:
   def gradients(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> list[Tensor]:
     """Return parts of the gradient of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
     spec, places = residuals.spec, self.bias.places
-    B, Hq = _heads(residuals)
-    heads = (B if self.bias.batches else 1) * (Hq if self.bias.heads else 1)
+    firsts = [on_each(x, _devices(residuals)) if isinstance(x, UOp) else x for x in self._firsts(spec)]
+    heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
     count = max(1, BLOCK_BYTES // (4 * heads * spec.N * ROWS)) * ROWS
     if places is not Places.PAIRS or self._axes is not None or count >= spec.M:
-      sums = self._of_all(residuals, _sums(residuals, arguments, self.bias))
-      firsts = (0, 0, 0, 1 - spec.M if places is Places.DISTANCES else 0)
-      moved = self._moved(sums, sizes(x), firsts)
-      return [self._looked_up(sums, x, arguments, firsts) if moved is None else moved]
+      sums = _sums(residuals, arguments, self.bias)
+      placed = self._placed(residuals, sums, x)
+      return [self._looked_up(sums, x, arguments, firsts) if placed is None else placed]
 
     def look_up(sums: Tensor, first: Tensor) -> Tensor:
-      return self._looked_up(self._of_all(residuals, sums), x, arguments, (0, 0, first, 0))
+      return self._looked_up(sums, x, arguments, [y + first if axis == 2 else y for axis, y in enumerate(firsts)])
 
     return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
 
-  def _of_all(self, residuals: Residuals, sums: Tensor) -> Tensor:
-    """Return sums of all batches and heads. Where devices divide them, each has those of its part, and 0 for others."""
-    devices = devices_of(cast(Devices, residuals.q.device))
-    for axis, depends in enumerate((self.bias.batches, self.bias.heads)):
-      first, before, n, after = residuals.spec.origin.first[axis], *_around(sizes(sums), axis)
-      if depends and isinstance(first, UOp):
-        own = (Tensor.arange(len(devices)) * n).eq(on_each(first, devices))
-        parts = sums.reshape(*before, 1, n, *after) * own.reshape(-1, *[1] * (1 + len(after)))
-        sums = parts.reshape(*before, len(devices) * n, *after).contiguous()
-    return sums
+  def _firsts(self, spec: AttentionSpec) -> Firsts:
+    """Return the numbers that the first sums along the axes have in the whole attention, of which this is a part."""
+    b, h, i, j = spec.origin.first
+    return (b, h, 0, j - i + 1 - spec.M) if self.bias.places is Places.DISTANCES else (b, h, i, j)
+
+  def _placed(self, residuals: Residuals, sums: Tensor, x: Tensor) -> Tensor | None:
+    """Move sums to where they belong in an array like x, on each device to places of its own; None as of `_moved`."""
+    if self._axes is None:
+      return None
+    used, shape, devices = {n for n, _ in self._axes}, sizes(x), _devices(residuals)
+    firsts = [first if n in used else 0 for n, first in enumerate(self._firsts(residuals.spec))]
+    if not any(isinstance(first, UOp) for first in firsts):
+      return self._moved(sums, shape, cast(list[int], firsts))
+    each = zip(*(on_devices(y, devices) for y in firsts), strict=True)
+    parts = [moved for own in each if (moved := self._moved(sums, shape, own)) is not None]
+    return selected(parts) if parts else None
 
   @functools.cached_property
   def _axes(self) -> list[tuple[int | None, int]] | None:
@@ -145,7 +149,7 @@ class Read:
     places = [n for n, _ in found if n is not None]
     return found if len(set(places)) == len(places) else None
 
-  def _moved(self, sums: Tensor, shape: tuple[int, ...], firsts: tuple[int, ...]) -> Tensor | None:
+  def _moved(self, sums: Tensor, shape: tuple[int, ...], firsts: Sequence[int]) -> Tensor | None:
     """Move sums to where they belong in an array of a shape; None if they are not simply moved.
 
     Args:
@@ -201,15 +205,15 @@ def _symbols(index: Sequence[UOp]) -> set[UOp]:
   return {u for x in index for u in x.simplify().toposort()}
 
 
-def _around(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-  return shape[:axis], shape[axis], shape[axis + 1 :]
+def _devices(residuals: Residuals) -> tuple[str, ...]:
+  return devices_of(cast(Devices, residuals.q.device))
 
 
-def _heads(residuals: Residuals) -> tuple[int, int]:
-  """Return the batches and query heads by which a score_mod goes: those of all devices that divide them."""
-  s, count = residuals.spec, len(devices_of(cast(Devices, residuals.q.device)))
-  B, Hq = (n * (count if isinstance(x, UOp) else 1) for n, x in zip((s.B, s.Hq), s.origin.first, strict=False))
-  return B, Hq
+def _lengths(residuals: Residuals) -> tuple[int, int, int, int]:
+  """Return the batches, query heads, queries and keys of the whole attention, in which score_mod counts."""
+  s = residuals.spec
+  batches = s.B * (len(_devices(residuals)) if isinstance(s.origin.first[0], UOp) else 1)
+  return batches, s.origin.heads or s.Hq, s.origin.M or s.M, s.N
 
 
 def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
@@ -252,7 +256,7 @@ def with_bias(spec: AttentionSpec, bias: Bias) -> AttentionSpec:
 
 def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
   """Return the launch of the kernel. Raises NoKernel."""
-  device = devices_of(cast(Devices, residuals.q.device))[0]
+  device = _devices(residuals)[0]
   found = bias_launch(spec, target_of(device))
   check_guards((found,), device, backward=True)
   return found

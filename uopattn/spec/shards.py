@@ -98,12 +98,22 @@ def _per_device(values: tuple[int, ...], devices: tuple[str, ...]) -> Tensor:
     return part_of(Tensor(list(values), dtype=dtypes.int, device="PYTHON").shard(devices, 0).realize(), 0)
 
 
+def on_devices(x: int | UOp, devices: tuple[str, ...]) -> list[int]:
+  """Return the values of an expression of `device_number`, one for each device."""
+  if isinstance(x, int):
+    return [x] * len(devices)
+  number = device_number(len(devices))
+  return [int(x.substitute({number: number.const_like(i)}).simplify().val) for i in range(len(devices))]
+
+
 def on_each(x: UOp, devices: tuple[str, ...]) -> Tensor:
   """Return the values of an expression of `device_number` as a Tensor; see `per_device`."""
-  number = device_number(len(devices))
-  return per_device(
-    [int(x.substitute({number: number.const_like(i)}).simplify().val) for i in range(len(devices))], devices
-  )
+  return per_device(on_devices(x, devices), devices)
+
+
+def selected(parts: Sequence[Tensor]) -> Tensor:
+  """Return the Tensor of which device i holds what it holds of parts[i]."""
+  return Tensor(UOp.mstack(*(x.contiguous().uop.mselect(i) for i, x in enumerate(parts))))
 
 
 def gathered(x: Tensor) -> Tensor:
