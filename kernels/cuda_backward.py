@@ -359,9 +359,10 @@ class WarpMma:
     row_tiles, width = range(self.tiles.row_tiles), range(self.tiles.block // MMA_N)
     return [[UOp.stack(*[elements[i, n, e] for e in range(4)]) for n in width] for i in row_tiles]
 
-  def store(self, x: UOp, acc: UOp, factor: float) -> list[UOp]:
-    """Store a sum times a factor to the rows of x."""
-    epilogue, stores = Epilogue(x, self.group.head, self.group.lane, dialect=self.tiles.dialect), []
+  def store(self, x: UOp, acc: UOp, factor: float, first: UOp | int = 0, pairs: bool = False) -> list[UOp]:
+    """Store a sum times a factor to the rows of x, from column `first` on; `pairs` as for `Epilogue`."""
+    options: dict[str, Any] = {"dialect": self.tiles.dialect, "first": first, "pairs": pairs}
+    epilogue, stores = Epilogue(x, self.group.head, self.group.lane, **options), []
     for (i, half), row in self.rows.items():
       stores += epilogue.store_scaled(half, row, acc[i], UOp.const(factor))
     return stores

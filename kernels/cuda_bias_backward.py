@@ -9,6 +9,7 @@ Spills of nvcc 13, in bytes: 8 in float32 at D=128 with a causal mask, where an 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tinygrad import UOp
@@ -18,7 +19,7 @@ from uopattn.dsl.gpu.backward_mainloop import Elements, RowStats, ScoreRow
 from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma_layout import WARP
+from uopattn.dsl.nvidia.mma_layout import MMA_N, WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
@@ -88,7 +89,11 @@ def backward_bias(
     loop, ready = over_keys(BiasMainloop, s, unit, streamed, *ranges, q, k, v, do, lse, delta, *free)
     (total,) = loop.run(unit.stationary(ready), [zeros(s, rows, trips.item.item)], ready, *trips.axes)
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return trips.item.kernel(name, trips.store(dbias, total.acc, rows))
+  if trips.of_pairs is None:
+    return trips.item.kernel(name, trips.store(dbias, total.acc, rows))
+  place, key = trips.of_pairs
+  acc = total.acc.reshape(own.row_tiles, own.block // MMA_N, 4)
+  return trips.item.kernel(name, replace(unit, group=place).store(dbias, acc, 1.0, key, pairs=True))
 
 
 def over_trips(

@@ -24,7 +24,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma_layout import WARP
+from uopattn.dsl.nvidia.mma_layout import WARP, Epilogue
 from uopattn.dsl.nvidia.score_gradients import score_rows_by_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.bias import BiasWork
@@ -92,7 +92,11 @@ def backward_bias(
   done = loop.add(arrived, tile, trips.key_range.n_full.vmax == 0, acc.after(trip)).end(trip)
   acc = acc.after(pipeline.finish(done, acc.after(done)))
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return trips.item.kernel(name, trips.store(dbias, acc, rows))
+  if trips.of_pairs is None:
+    return trips.item.kernel(name, trips.store(dbias, acc, rows))
+  place, key = trips.of_pairs
+  epilogue = Epilogue(dbias, place.head, place.lane, first=key, pairs=True)
+  return trips.item.kernel(name, epilogue.store_halves(rows_of(place, place.block, own).values(), acc, 1.0))
 
 
 @dataclass(frozen=True)

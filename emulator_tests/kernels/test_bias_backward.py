@@ -74,12 +74,12 @@ def looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, c: Any) -> Any:
 
 KINDS = {
   "pairs": Kind(
-    Bias(False, True, Places.PAIRS), (2, 4, 2, 37, 45, 16, 24), {"attn_mask": normal(1, 4, 37, 45), "softcap": 3.0}
+    Bias(False, True, Places.PAIRS), (2, 4, 2, 37, 48, 16, 24), {"attn_mask": normal(1, 4, 37, 48), "softcap": 3.0}
   ),
   "pairs in 16 bits, causal": Kind(
     Bias(False, True, Places.PAIRS),
-    (3, 2, 1, 70, 130, 16, 16),
-    {"attn_mask": normal(1, 2, 70, 130).astype(np.float16), "is_causal": True},
+    (3, 2, 1, 70, 136, 16, 16),
+    {"attn_mask": normal(1, 2, 70, 136).astype(np.float16), "is_causal": True},
   ),
   "pairs of some queries": Kind(
     Bias(False, False, Places.PAIRS, (0, 0), count=128),

@@ -147,6 +147,15 @@ class Trips:
     first: RowUnit = replace(unit, group=self.item.at(zero, zero))
     return first.score_rows(zero, lambda query: (none, none))
 
+  @property
+  def of_pairs(self) -> tuple[Workgroup, UOp] | None:
+    """For pairs, the workgroup at the head and the block of queries of its sums, and their first key."""
+    if self.work.bias.places is not Places.PAIRS:
+      return None
+    group = self.work.group(self.item.block)
+    place = self.item.at(self.work.kept_head(self.item.block), group // self.work.tiles)
+    return place, group % self.work.tiles * self.work.block_n
+
   def store(self, dbias: UOp, acc: UOp, rows: Sequence[ScoreRow]) -> list[UOp]:
     """Store the sums to dbias; `rows` are those of `Trips.rows`."""
     work, item, number = self.work, self.item.block, numbers(rows)
