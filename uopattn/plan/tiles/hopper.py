@@ -128,6 +128,9 @@ FLOAT32 = {
 BACKWARD_LIMIT = 224
 BACKWARD = (((2, 64, 2), (2, 128, 2)), ((1, 64, 3), (2, 64, 2)))
 FUSED_LIMIT = 192  # of `Tiles.registers`
+# Of biases: warpgroups, block and stages for head sizes up to 64 and above, the fastest (H100, 2026-11-27). By distance
+# the block has as many keys as queries.
+BIAS = (((1, 128, 2), (2, 64, 2)), ((2, 128, 2), (1, 64, 3)))
 # Of gradients in one pass: features with which blocks of keys from the first one on add to dQ of a query, one by one.
 ONE_PASS = LIGHT | {"attn_mask", "score_mod", "aux", "mask_mod", "softcap", "dropout_p"}
 
@@ -268,12 +271,10 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   """
   arch, Dk, Dv, bias = target.arch, problem.Dk, problem.Dv, problem.bias
   assert bias is not None
-  wide = max(Dk, Dv) > 64
   if arch != "sm_90" or Dk % 8 or Dv % 8:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
-  if wide and bias.places is Places.DISTANCES:
-    raise ValueError(f"head sizes {Dk} and {Dv}: must be at most 64 for a bias by distance")
-  tiles = in_parts(BiasBackward, Backward(2, 64 if wide else 128, 2), problem, target)
+  loop = BIAS[bias.places is Places.DISTANCES][max(Dk, Dv) > 64]
+  tiles = in_parts(BiasBackward, Backward(*loop), problem, target)
   if not streams_queries(BiasWork.of(problem, tiles)):
     raise ValueError(f"{bias}: elements must be shared by heads or blocks of queries that have a tile of keys each")
   if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
