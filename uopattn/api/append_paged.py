@@ -6,7 +6,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import capturing
 
-from uopattn.api.paged import _as_int, _at_hand, _lengths, check_table
+from uopattn.api.paged import at_hand, check_table, numbers_at_hand, table_of_ints
 from uopattn.dsl import sizes
 from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
 from uopattn.kernels.append import PagedRows
@@ -95,7 +95,7 @@ def append_paged(
     new,
     _whole(near(start)),
     place,
-    tables=[_whole(_as_int(table, P))],
+    tables=[_whole(table_of_ints(table, P))],
     lengths=_whole(near(lengths)),
     head_scales=[part_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
   )
@@ -169,13 +169,13 @@ def _scale(name: str, scale: float | Tensor | None, k: Tensor, k_pages: Tensor) 
 def _check_values(table: Tensor, start: int | UOp | Tensor, lengths: Tensor | None, M: int, place: PagedRows) -> None:
   """Check positions and page ids, as far as they are known without computing. Raises ValueError."""
   B, most = sizes(table)[0], place.entries * place.size
-  if capturing or (starts := _lengths(start, B)) is None:
+  if capturing or (starts := numbers_at_hand(start, B)) is None:
     return
-  given = None if lengths is None else _at_hand(lengths)
+  given = None if lengths is None else at_hand(lengths)
   if lengths is not None and given is None:
     return
   counts = [M] * B if given is None else given.tolist()
-  entries = _at_hand(table)
+  entries = at_hand(table)
   for b, (first, count) in enumerate(zip(starts, counts, strict=True)):
     if not 0 <= count <= M:
       raise ValueError(f"lengths is {count} for sequence {b}; it must be from 0 to {M}, the number of keys in k")

@@ -6,7 +6,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import capturing
 
-from uopattn.api.paged import _at_hand
+from uopattn.api.paged import at_hand
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
@@ -111,7 +111,7 @@ class CacheMemory:
         raise ValueError(f"{given}; {accepted}")
       return start
     check_device("start", start, self._device, "the cache")
-    for b, first in enumerate([] if capturing or (values := _at_hand(start)) is None else values.tolist()):
+    for b, first in enumerate([] if capturing or (values := at_hand(start)) is None else values.tolist()):
       if first < 0 or first + M > N_max:
         raise ValueError(f"start is {first} for sequence {b}; {accepted}")
     return cast(Tensor, near(start))

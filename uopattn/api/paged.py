@@ -131,7 +131,7 @@ def attend_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, arguments: Argumen
   if P == 0:  # a page that no id names stands in for the memory that a kernel needs
     k_pages, v_pages = (x.pad(((0, 1), None, None, None)) for x in (k_pages, v_pages))
     table, P = table.full_like(1), 1
-  return attend(q, k_pages, v_pages, replace(arguments, page_table=_as_int(table, P)), backend)
+  return attend(q, k_pages, v_pages, replace(arguments, page_table=table_of_ints(table, P)), backend)
 
 
 def check_pages(k_pages: Tensor, v_pages: Tensor) -> None:
@@ -152,7 +152,7 @@ def check_table(table: object, sequences: int, device: object) -> None:
   check_device("page_table", table, device)
 
 
-def _as_int(table: Tensor, P: int) -> Tensor:
+def table_of_ints(table: Tensor, P: int) -> Tensor:
   """Cast the page table to int32. Ids that may not fit become P, which is not a page."""
   if dtypes.int32.max < table.dtype.max:
     table = ((table >= 0) & (table < P)).where(table, P)
@@ -168,7 +168,7 @@ def check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, P: int, 
   """
   B, pages = sizes(table)
   check_place("kv_lengths", kv_lengths, B)
-  if capturing or (lengths := _lengths(kv_lengths, B)) is None:
+  if capturing or (lengths := numbers_at_hand(kv_lengths, B)) is None:
     return
   for b, length in enumerate(lengths):
     if not 0 <= length <= pages * page_size:
@@ -176,7 +176,7 @@ def check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, P: int, 
         f"kv_lengths is {length} for sequence {b}; it must be from 0 to {pages * page_size}, which are {pages} pages "
         f"of {page_size} keys"
       )
-  if (entries := _at_hand(table)) is None:
+  if (entries := at_hand(table)) is None:
     return
   import numpy as np
 
@@ -190,10 +190,10 @@ def check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, P: int, 
     )
 
 
-def _lengths(kv_lengths: int | UOp | Tensor | None, B: int) -> list[int] | None:
+def numbers_at_hand(kv_lengths: int | UOp | Tensor | None, B: int) -> list[int] | None:
   """Return the length of each sequence; None if that would need computing."""
   if isinstance(kv_lengths, Tensor):
-    return None if (values := _at_hand(kv_lengths)) is None else values.tolist()
+    return None if (values := at_hand(kv_lengths)) is None else values.tolist()
   if isinstance(kv_lengths, UOp):
     expression, bound = kv_lengths.unbind_all()
     kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in bound.items()})
@@ -201,7 +201,7 @@ def _lengths(kv_lengths: int | UOp | Tensor | None, B: int) -> list[int] | None:
   return [kv_lengths] * B
 
 
-def _at_hand(x: Tensor) -> "np.ndarray[Any, Any] | None":
+def at_hand(x: Tensor) -> "np.ndarray[Any, Any] | None":
   """Return the values of a Tensor that is already realized; None for any other."""
   held = x.uop.src[0] if x.uop.op is Ops.COPY else x.uop  # a Tensor made of Python or numpy numbers is a COPY
   return Tensor(held).numpy() if held.has_buffer_identity() and held.is_realized else None
