@@ -83,8 +83,10 @@ class SmolLM:
     """
     return self.scores(self.hidden(tokens, without_cache(attention)))
 
-  def hidden(self, tokens: Tensor, attend: Attend, start: int | UOp = 0) -> Tensor:
+  def hidden(self, tokens: Tensor, attend: Attend, start: int | UOp | Tensor = 0) -> Tensor:
     """Return the last layer's output (B, M, width) for tokens (B, M) int at the positions from `start` on.
+
+    A Tensor, (M,) int, has the position of each token.
 
     Raises ValueError if M is 0 or exceeds the model's context.
     """
@@ -109,12 +111,13 @@ class SmolLM:
       x = self._block(before, x, rotation, without_cache(Tensor.scaled_dot_product_attention))
     return self._project(layer, x, rotation)
 
-  def _embed(self, tokens: Tensor, start: int | UOp) -> tuple[Tensor, Tensor]:
+  def _embed(self, tokens: Tensor, start: int | UOp | Tensor) -> tuple[Tensor, Tensor]:
     """Return the embedded tokens (B, M, width) and the rotation of their positions (M, D/2, 2)."""
     length = int(tokens.shape[1])
     if not 1 <= length <= self.config.context_length:
       raise ValueError(f"{length} tokens; the model takes 1 to {self.config.context_length}")
-    return self.weights["token_embd.weight"][tokens], rotation_at(self.config, Tensor.arange(length) + Tensor(start))
+    positions = start if isinstance(start, Tensor) else Tensor.arange(length) + Tensor(start)
+    return self.weights["token_embd.weight"][tokens], rotation_at(self.config, positions)
 
   def _block(self, layer: int, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
     """Apply one layer to the residual stream x (B, M, width)."""
