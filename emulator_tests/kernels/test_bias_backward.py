@@ -21,7 +21,8 @@ from uopattn.plan import gradient
 from uopattn.plan.dispatch import bias_launch
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
-from uopattn.proof.gate import GradientGate, compare
+from uopattn.proof.bias import BiasGate
+from uopattn.proof.gate import GradientGate
 from uopattn.proof.oracle import PRECISIONS, Array, oracle
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.arguments import Arguments
@@ -173,17 +174,14 @@ class Case:
     launch: the kernel.
     given: its operands.
     arguments: the arguments of the attention.
-    wanted, naive: the sums in float64, and as computed naively in the dtype.
-    unit: unit roundoff of the dtype, or of the sums if that is larger.
+    gate: what is expected of the sums.
   """
 
   kind: Kind
   launch: Launch
   given: dict[str, Any]
   arguments: Arguments
-  wanted: Array
-  naive: Array
-  unit: float
+  gate: BiasGate
 
   @classmethod
   def of(cls, kind: Kind, dtype: DType) -> "Case":
@@ -206,9 +204,10 @@ class Case:
     given |= {"first": [Tensor([kind.first], device=device).realize()]} if kind.bias.count else {}
     mask = np.broadcast_to(kind.options.get("attn_mask", np.float32(0)), (B, Hq, M, N))
     gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, **kind.options | {"attn_mask": mask})
-    wanted, naive = (summed(kind, x.attn_mask) for x in (gate.exact, gate.naive))
-    unit = max(gate.unit, PRECISIONS[launch.spec.bias_dtype].unit)
-    return cls(kind, launch, given | arguments.buffers(), arguments, wanted, naive, unit)
+    slope = None if kind.slope is None else kind.slope(*np.ogrid[:B, :Hq, :M, :N])
+    of_sums = BiasGate.of(gate, kind.bias, slope, kind.first)
+    of_sums = replace(of_sums, unit=max(gate.unit, PRECISIONS[launch.spec.bias_dtype].unit))
+    return cls(kind, launch, given | arguments.buffers(), arguments, of_sums)
 
   @property
   def small(self) -> Any:
@@ -225,26 +224,12 @@ class Case:
     return collected(found, BiasWork.of(launch.spec, launch.tiles))
 
   def check(self, tiles: Any = None) -> None:
-    report = compare("gradient of the bias", self.run(tiles), self.wanted, self.naive, self.unit)
+    report = self.gate.report(self.run(tiles))
     assert report.correct, f"worst at {report.worst}: {report}"
 
 
-def summed(kind: Kind, ds: Array | None) -> Array:
-  """The gradient of a bias, (batches, heads, queries, keys or distances), from those of the scores."""
-  assert ds is not None
-  bias, (B, H, M, N) = kind.bias, ds.shape
-  ds = ds if kind.slope is None else ds * kind.slope(*np.ogrid[:B, :H, :M, :N])
-  ds = ds if bias.batches else ds.sum(0, keepdims=True)
-  ds = ds if bias.heads else ds.sum(1, keepdims=True)
-  if bias.places is Places.DISTANCES:
-    return np.stack([np.trace(ds, x, 2, 3) for x in range(1 - M, N)], -1)[:, :, None]
-  axes = {Places.PAIRS: (), Places.QUERIES: (3,), Places.KEYS: (2,), Places.ALL: (2, 3)}[bias.places]
-  ds = ds.sum(axes, keepdims=True) if axes else ds
-  return ds[:, :, kind.first : kind.first + bias.count] if bias.count else ds
-
-
 def collected(x: Array, work: BiasWork) -> Array:
-  """What a kernel leaves, in the shape of `summed`."""
+  """What a kernel leaves, in the shape of `uopattn.proof.bias.sums`."""
   bias, x = work.bias, x.astype(np.float64)
   heads = work.B if bias.batches else 1, work.H if bias.heads else 1
   if bias.places is Places.PAIRS:
