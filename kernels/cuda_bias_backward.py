@@ -89,9 +89,9 @@ def backward_bias(
     loop, ready = over_keys(BiasMainloop, s, unit, streamed, *ranges, q, k, v, do, lse, delta, *free)
     (total,) = loop.run(unit.stationary(ready), [zeros(s, rows, trips.item.item)], ready, *trips.axes)
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  if trips.of_pairs is None:
+  if (pairs := trips.of_pairs) is None:
     return trips.item.kernel(name, trips.store(dbias, total.acc, rows))
-  place, key = trips.of_pairs
+  place, key = pairs
   acc = total.acc.reshape(own.row_tiles, own.block // MMA_N, 4)
   return trips.item.kernel(name, replace(unit, group=place).store(dbias, acc, 1.0, key, pairs=True))
 

@@ -14,15 +14,15 @@ Speed on an H100 in float16, N=2048, a mask of (1, 16, N, N) in four batches: 0.
 is 252 and 283 TFLOP/s. Spills of nvcc 13: 56 bytes at D=64 with a mask, dropout and causal.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.backward_mainloop import Elements, RowStats, ScoreRow, score_gradients, weights
-from uopattn.dsl.gpu.bias_mainloop import BiasTiles, Trips, add_gradients, numbers
+from uopattn.dsl.gpu.bias_mainloop import BiasTiles, Trips, add_gradients, zeros
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
@@ -88,23 +88,23 @@ def backward_bias(
   pipeline = CpAsyncPipeline(sources, own.stages, trips.item.thread, fenced=True)
   stats = RowStats(CUDA, lse, delta, trips.group.head, rules.moves)
   loop = Mainloop(s, trips.group, q.dtype, tiles, trips.rules, stats)
-  rows = loop.score_rows(trips.item.at(UOp.const(0), UOp.const(0)), UOp.const(0), tiles.block_n)
-  acc = s.filled(0.0, len(numbers(rows)), after=(trips.item.item,))
+  rows = trips.rows(loop)
+  acc = zeros(s, rows, trips.item.item).acc
   arrived = pipeline.acquire(trip, pipeline.start(), acc.after(trip))
   tile = trips.key_range.tile(trip) * tiles.block_n
   done = loop.add(arrived, tile, trips.key_range.n_full.vmax == 0, acc.after(trip)).end(trip)
   acc = acc.after(pipeline.finish(done, acc.after(done)))
   name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  if trips.of_pairs is None:
+  if (pairs := trips.of_pairs) is None:
     return trips.item.kernel(name, trips.store(dbias, acc, rows))
-  place, key = trips.of_pairs
+  place, key = pairs
   epilogue = Epilogue(dbias, place.head, place.lane, first=key, pairs=True)
   return trips.item.kernel(name, epilogue.store_halves(rows_of(place, place.block, own).values(), acc, 1.0))
 
 
 @dataclass(frozen=True)
 class Mainloop:
-  """What a warpgroup does in a trip.
+  """What a warpgroup does in a trip; a `RowUnit` of all keys of a tile.
 
   Attributes:
     s: the kernel's axes.
@@ -122,12 +122,13 @@ class Mainloop:
   rules: HeadRules
   stats: RowStats
 
-  def score_rows(self, group: Workgroup, first: UOp, width: int) -> list[ScoreRow]:
-    """This lane's score rows of `width` keys from `first` on."""
-    rows = rows_of(group, group.block, self.tiles.loop)
-    stats = replace(self.stats, head=group.head)
-    found = {place: stats.of(row, True) for place, row in rows.items()}
-    return score_rows_by_row(rows, found, first, width, group.lane)
+  def score_rows(
+    self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]], width: int | None = None
+  ) -> list[ScoreRow]:
+    """This lane's score rows of `width` keys from `first` on, None for all of a tile; see `RowUnit`."""
+    rows = rows_of(self.group, self.group.block, self.tiles.loop)
+    found = {place: row_stats(row) for place, row in rows.items()}
+    return score_rows_by_row(rows, found, first, width or self.tiles.block_n, self.group.lane)
 
   def add(self, tiles: Sequence[SwizzledTiles], first: UOp, masked: bool, acc: UOp) -> UOp:
     """Add the tile of keys from `first` on to the sums, given tiles of K, V, Q and dO. Returns the end of it."""
@@ -137,7 +138,7 @@ class Mainloop:
     for part in range(self.tiles.block_n // PART):
       started = self.start(q, k, part, scores[0], done)
       started = self.start(do, v, part, scores[1], started)
-      rows = self.score_rows(self.group, first + part * PART, PART)
+      rows = self.score_rows(first + part * PART, lambda query: self.stats.of(query, True), PART)
       ready = wgmma.wait(0, PART, scores[1][0], wgmma.wait(1, PART, scores[0][0], started))
       products, grads = (self.elements(x.after(ready)) for x in scores)
       ds = score_gradients(self.rules, rows, weights(CUDA, self.rules, rows, products, masked), grads)

@@ -132,7 +132,7 @@ FUSED_LIMIT = 192  # of `Tiles.registers`
 # the block has as many keys as queries.
 BIAS = (((1, 128, 2), (2, 64, 2)), ((2, 128, 2), (1, 64, 3)))
 # Of gradients in one pass: features with which blocks of keys from the first one on add to dQ of a query, one by one.
-ONE_PASS = LIGHT | {"attn_mask", "score_mod", "aux", "mask_mod", "softcap", "dropout_p"}
+ONE_PASS = LIGHT | {"attn_mask", "score_mod", "mask_mod", "softcap", "dropout_p"}
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
