@@ -546,6 +546,6 @@ SCHEDULE = Schedule(
     Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("tiles", "scale")),
   ),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
   preferred=preferred,
 )

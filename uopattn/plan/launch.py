@@ -14,7 +14,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import as_type
 from uopattn.dsl.instruction import typed
 from uopattn.dsl.rules.bias import BiasWork
-from uopattn.dsl.rules.head_view import Pages, Scales
+from uopattn.dsl.rules.head_view import Chosen, Pages, Scales
 from uopattn.dsl.rules.masks import Table
 from uopattn.dsl.rules.quantized import unit
 from uopattn.dsl.rules.rules import Rules
@@ -219,6 +219,10 @@ def rules_of(
     given["bias_slope"] = spec.score_mod.slope(tables["aux"], spec.bias.read)
   if "page_table" in given:
     given["pages"] = Pages(given.pop("page_table"), *spec.kept)
+  if "indices" in given:
+    table, counts = given.pop("indices")
+    given["pages"] = Chosen(table, *spec.kept, counts=counts, queries=spec.B // spec.kept[0])
+    given["kv_lengths"] = counts
   return Rules(
     spec.M,
     spec.N,

@@ -45,7 +45,8 @@ class AttentionSpec(Problem):
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
     layouts: see `layouts`.
-    pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise.
+    pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise. With `indices`, the
+      number of batches and their keys, and B is the number of all queries.
     origin: where the attention lies within the whole that mods and dropout count in, if it is part of one.
   """
 
@@ -155,8 +156,11 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
   """
   _check_operands(q, k, v, arguments)
   (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), sizes(v)[3]
-  pages = None if arguments.page_table is None else (P, N)
-  N = N if arguments.page_table is None else N * sizes(arguments.page_table)[1]
+  pages = (P, N) if arguments.pages_keys else None
+  if arguments.page_table is not None:
+    N = N * sizes(arguments.page_table)[1]
+  elif arguments.indices is not None:
+    N = sizes(arguments.indices[0])[2]
   arguments.check(Sizes(B, Hq, Hkv, M, N), q.device)
   scale = Dk**-0.5 if arguments.scale is None else float(arguments.scale)
   lengths, aux = (B, Hq, M, N), arguments.aux
@@ -215,7 +219,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
     if not all(isinstance(size, int) for size in x.shape) or x.shape[-1] < 1:
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
     check_device(name, x, q.device)
-  (_check_shapes if arguments.page_table is None else _check_pages)(q, k, v)
+  (_check_pages if arguments.pages_keys else _check_shapes)(q, k, v)
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
   if Hq != Hkv and not arguments.enable_gqa:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")

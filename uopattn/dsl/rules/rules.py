@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.math import LN2, LOG2E, tanh
 from uopattn.dsl.random import kept
-from uopattn.dsl.rules.head_view import HeadView, Pages, Scales
+from uopattn.dsl.rules.head_view import Chosen, HeadView, Pages, Scales
 from uopattn.dsl.rules.masks import HeadMasks, Masks
 from uopattn.dsl.rules.softmax import Factor, Row, Scaling, normalize
 from uopattn.dsl.rules.tile_range import TileRange
@@ -63,9 +63,9 @@ class Rules(Masks):
 
   @property
   def name(self) -> str:
-    """Suffix of a kernel's name: of its masks, such as "_causal", then "_paged" or nothing."""
+    """Suffix of a kernel's name: of its masks, such as "_causal", then "_paged", "_chosen" or nothing."""
     masks = "".join(x.name for x in self.masks)
-    return masks if self.pages is None else f"{masks}_paged"
+    return masks if self.pages is None else masks + self.pages.name
 
   @property
   def moves(self) -> bool:
@@ -113,6 +113,11 @@ class HeadRules(HeadMasks):
   """The rules for query head `h` of batch `b`, or for the `pack_gqa` packed heads from `h` on."""
 
   rules: Rules
+
+  @property
+  def length(self) -> UOp:
+    pages = self.rules.pages
+    return pages.length(self.b, self._kv_head) if isinstance(pages, Chosen) else super().length
 
   @property
   def scaling(self) -> Scaling:
@@ -232,7 +237,7 @@ class HeadRules(HeadMasks):
     if r.score_mod is not None:
       score = self._mod(score, row, key)
     score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
-    if r.pages is None:
+    if r.pages is None or not r.pages.may_lack:
       return score
     right = r.pages.exists(self.b, key, self.length)
     return (right | score.eq(-inf) if r.moves else right).where(score, nan)
