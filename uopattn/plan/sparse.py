@@ -96,7 +96,7 @@ class Sparse:
     out, lse = results
     out = out if spec.layout("o") is not None else out.contiguous()
     residuals = Residuals.of(spec, q, k, v, out, lse.contiguous(), *grads)
-    return [*by_kernels(launches, residuals, own), *of_inputs(residuals, own, wanted)]
+    return [*by_kernels(launches, residuals, own), *of_inputs(residuals, arguments, wanted)]
 
   def _over_all_keys(self, arguments: Arguments, chosen: Tensor) -> Arguments:
     """Return the arguments of the same attention over all keys, given how often each query has chosen each of them."""
