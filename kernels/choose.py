@@ -10,6 +10,8 @@ goes through the whole list, so that no two of them write to one place and no or
 item has one list.
 """
 
+from functools import reduce
+
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv
@@ -49,7 +51,7 @@ def list_keys(table: UOp, counts: UOp, indices: UOp, lengths: UOp | None, *, key
     j = thread * own + e
     inside = j < top_k
     found = inside.where(indices.base[(item * top_k + j).valid(inside)].load(), UOp.const(-1, dtypes.int))
-    return found, ((j < length) & (found >= 0) & (found < keys)).cast(dtypes.int)
+    return found, all_of(j < length, found >= 0, found < keys)
 
   place = s.buffer(1, dtype=dtypes.int)  # of this thread's next valid entry
   place = place.after(place.after(*axes)[0].store(ZERO))
@@ -66,7 +68,7 @@ def list_keys(table: UOp, counts: UOp, indices: UOp, lengths: UOp | None, *, key
   total = place[0].load() if total is None else total
   e = s.axis(own)
   j = thread * own + e
-  rest = table.base[(item * top_k + clamp(j, 0, top_k - 1)).valid((j < top_k) & (j >= total))]
+  rest = table.base[(item * top_k + clamp(j, 0, top_k - 1)).valid(all_of(j < top_k, j >= total).ne(0))]
   once = counts.base[item if on_cpu else item.valid(thread.eq(0))].store(total)
   return make_kernel(f"list_keys_{sequences}_{heads}_{top_k}", axes, rest.after(place).store(ZERO).end(e), once)
 
@@ -75,13 +77,13 @@ def _before(s: Scope, place: UOp, thread: UOp) -> tuple[UOp, UOp]:
   """Return registers with the sum of `place` over all threads before this one, and the sum over all threads."""
   memory = s.buffer(THREADS, dtype=dtypes.int, space=AddrSpace.LOCAL)
   memory = memory.after(UOp.barrier(memory[thread].store(place[0].load())))
-  sums = s.buffer(2, dtype=dtypes.int)
-  sums = sums.after(sums.after(memory)[0].store(ZERO), sums.after(memory)[1].store(ZERO))
-  u = s.axis(THREADS)
-  of_u, old = memory[u].load(), [sums.after(u)[i].load() for i in range(2)]
-  new = UOp.group(sums[0].store(old[0] + (u < thread).where(of_u, ZERO)), sums[1].store(old[1] + of_u))
-  sums = sums.after(new.end(u))
-  return sums, sums[1].load()
+  u, (before, total) = s.axis(THREADS), (s.buffer(1, dtype=dtypes.int) for _ in range(2))
+  before, total = (x.after(x.after(memory)[0].store(ZERO)) for x in (before, total))
+  of_u = memory[u].load()
+  more = before[0].store(before.after(u)[0].load() + (u < thread).where(of_u, ZERO))
+  all_of_them = total[0].store(total.after(u)[0].load() + of_u)
+  done = UOp.group(more, all_of_them).end(u)
+  return before.after(done), total.after(done)[0].load()
 
 
 def count_chosen(chosen: UOp, table: UOp, counts: UOp, *, on_cpu: bool) -> UOp:
@@ -102,12 +104,21 @@ def count_chosen(chosen: UOp, table: UOp, counts: UOp, *, on_cpu: bool) -> UOp:
   zeros = chosen.base[(begin + key).valid(key < keys)].store(UOp.const(0, chosen.dtype)).end(n)
   memory, j = chosen.base.after(zeros), s.axis(top_k)
   key = clamp(table.base[item * top_k + j].load().cast(dtypes.weakint), 0, keys - 1)
-  mine = (j < counts.base[item].load()) & (key % threads).eq(thread)
+  mine = all_of(j < counts.base[item].load(), (key % threads).eq(thread)).ne(0)
   memory = memory.after(j)
   more = memory[(begin + key).valid(mine)].load() + UOp.const(1, chosen.dtype)
   return make_kernel(
     f"count_chosen_{B}_{heads}_{M}_{keys}_{top_k}", axes, memory[(begin + key).valid(mine)].store(more).end(j)
   )
+
+
+def all_of(*conditions: UOp) -> UOp:
+  """Return 1 where all conditions hold, else 0.
+
+  By the conditions of a gate tinygrad simplifies all that its index is computed from, and so may make two stores of one
+  that another thread reads. It does not look into a product.
+  """
+  return reduce(UOp.__mul__, (x.cast(dtypes.int) for x in conditions))
 
 
 def _work(s: Scope, lists: int, on_cpu: bool) -> tuple[UOp, UOp, tuple[UOp, ...]]:
