@@ -114,7 +114,11 @@ class Sparse:
     """Return the `indices` that kernels take."""
     assert arguments.indices is not None
     table = self._indices(arguments)
-    shape, keys, on_cpu = sizes(table), cast(tuple[int, int], self.spec.pages)[1], target_of(self.device).device == "CPU"
+    shape, keys, on_cpu = (
+      sizes(table),
+      cast(tuple[int, int], self.spec.pages)[1],
+      target_of(self.device).device == "CPU",
+    )
     outputs = _new(shape, self.device), _new(shape[:2], self.device)
     kernel = prepared(_listing, self.device, shape, len(arguments.indices) > 1, keys, on_cpu)
     call = kernel.call(*(x.uop for x in (*outputs, *map(in_memory, arguments.indices))), grad_fxn=no_further)
@@ -140,7 +144,11 @@ def as_sequences(x: Tensor) -> Tensor:
 
 
 def _new(shape: Sequence[int], device: str, dtype: DType = dtypes.int) -> Tensor:
-  return Tensor.invalids(*shape, device=device, dtype=dtype) if in_function() else Tensor.empty(*shape, device=device, dtype=dtype)
+  return (
+    Tensor.invalids(*shape, device=device, dtype=dtype)
+    if in_function()
+    else Tensor.empty(*shape, device=device, dtype=dtype)
+  )
 
 
 def _listing(shape: tuple[int, int, int], has_lengths: bool, keys: int, on_cpu: bool) -> tuple[UOp, Estimates]:
@@ -149,7 +157,9 @@ def _listing(shape: tuple[int, int, int], has_lengths: bool, keys: int, on_cpu: 
   table, counts, *given = (UOp.placeholder(x, dtypes.int, slot) for slot, x in enumerate(shapes))
   lengths = given[1] if has_lengths else None
   count = math.prod(shape)
-  return typed(list_keys(table, counts, given[0], lengths, keys=keys, on_cpu=on_cpu)), Estimates(count, 8 * count, 8 * count)
+  return typed(list_keys(table, counts, given[0], lengths, keys=keys, on_cpu=on_cpu)), Estimates(
+    count, 8 * count, 8 * count
+  )
 
 
 def _counting(shape: tuple[int, int, int, int], top_k: int, on_cpu: bool) -> tuple[UOp, Estimates]:
