@@ -1,8 +1,8 @@
 """Sparse decoding with multi-head latent attention, as in DeepSeek-V3.2 (DeepSeek Sparse Attention, 2025).
 
 A lightning indexer, a small attention of few heads without a softmax, scores all keys for each query. The query attends
-to the `TOP_K` best of them, which the kernel gathers from the cache of latent vectors. A query with fewer keys before it
-has entries of -1.
+to the `TOP_K` best of them, which the kernel gathers from the cache of latent vectors. A query with fewer keys before
+it has entries of -1.
 """
 
 import numpy as np

@@ -72,8 +72,8 @@ def attention_sparse(
   of all sequences, and as indices page * page_size + offset: with Hkv=1 it is `pool.reshape(1, 1, P * page_size, D)`.
 
   q, k, v and sinks have gradients, which are the same bits in every run. The backward pass also reads k and v where no
-  query has chosen them, which must be finite there. It goes through all pairs of query and key with a number of one byte
-  for each, two bytes for top_k > 255.
+  query has chosen them, which must be finite there. It goes through all pairs of query and key with a number of one
+  byte for each, two bytes for top_k > 255.
 
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.

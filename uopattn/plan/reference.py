@@ -88,7 +88,7 @@ def _chosen(x: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
 
   They are 0 where an entry names no key.
   """
-  (batches, heads, keys, D), (B, _, N) = sizes(x), sizes(indices[0])
+  (batches, heads, keys, D), B = sizes(x), sizes(indices[0])[0]
   first = Tensor.arange(B).reshape(B, 1, 1) // (B // batches) * heads + Tensor.arange(heads).reshape(1, heads, 1)
   rows = x.reshape(-1, D)[first * keys + indices[0].clip(0, keys - 1)]
   return _is_chosen(indices, keys).unsqueeze(-1).where(rows, 0)
@@ -180,7 +180,7 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   if arguments.indices is not None:
     assert spec.pages is not None
     seen = _is_chosen(arguments.indices, spec.pages[1])
-    rules.append(seen.repeat_interleave(spec.Hq // seen.shape[1], 1).unsqueeze(2))
+    rules.append(seen.repeat_interleave(spec.Hq // sizes(seen)[1], 1).unsqueeze(2))
   for x in ranges:
     first, last = x.first(at, i), x.last(at, i)
     rules += [] if first is None else [j >= first]

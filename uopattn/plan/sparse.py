@@ -152,8 +152,7 @@ def _new(shape: Sequence[int], device: str, dtype: DType = dtypes.int) -> Tensor
 
 
 def _listing(shape: tuple[int, int, int], has_lengths: bool, keys: int, on_cpu: bool) -> tuple[UOp, Estimates]:
-  sequences, heads, top_k = shape
-  shapes = [shape, shape[:2], shape] + [(sequences,)] * has_lengths
+  shapes = [shape, shape[:2], shape] + [shape[:1]] * has_lengths
   table, counts, *given = (UOp.placeholder(x, dtypes.int, slot) for slot, x in enumerate(shapes))
   lengths = given[1] if has_lengths else None
   count = math.prod(shape)

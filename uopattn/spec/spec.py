@@ -45,8 +45,8 @@ class AttentionSpec(Problem):
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
     layouts: see `layouts`.
-    pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise. With `indices`, the
-      number of batches and their keys, and B is the number of all queries.
+    pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise. With `indices`,
+      the number of batches and of their keys, and B is the number of all queries.
     origin: where the attention lies within the whole that mods and dropout count in, if it is part of one.
   """
 
