@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
@@ -102,8 +101,7 @@ class Sparse:
     """Return the arguments of the same attention over all keys, given how often each query has chosen each of them."""
     heads, top_k = sizes(chosen)[1], self.spec.N
     group = self.spec.group if heads > 1 else self.spec.Hq
-    with np.errstate(divide="ignore"):
-      logs = Tensor(np.log(np.arange(top_k + 1)).astype(np.float32), device=self.device)
+    logs = Tensor([-math.inf, *(math.log(n) for n in range(1, top_k + 1))], dtype=dtypes.float32, device=self.device)
 
     def weighted(score: UOp, b: UOp, h: UOp, i: UOp, j: UOp, chosen: UOp, logs: UOp) -> UOp:
       return score + logs[chosen[b, h // group, i, j]]
