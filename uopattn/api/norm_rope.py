@@ -66,7 +66,7 @@ class NewQueries:
       q = _queries(q, k, of)
       if not rotary and weights[0] is None:
         raise ValueError("q is given without rotary_cos or q_norm_weight; pass it to attend as it is")
-    if not rotary and weights == (None, None):
+    if not rotary and weights[0] is None and weights[1] is None:
       return cls(None, None)
     if k.dtype not in DTYPES_16_32:
       accepted = ", ".join(map(dtype_name, DTYPES_16_32))
@@ -79,8 +79,8 @@ class NewQueries:
     return (known, "rotary_cos's") if known < positions else (positions, of)
 
 
-def _float_tensor(name: str, x: object, k: Tensor, of: str) -> Tensor:
-  x = placed(check_tensor(name, x), k.device)
+def _float_tensor(name: str, given: object, k: Tensor, of: str) -> Tensor:
+  x: Tensor = placed(check_tensor(name, given), k.device)
   if x.dtype not in DTYPES_16_32:
     raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES_16_32))}")
   check_device(name, x, k.device, of)
@@ -131,8 +131,8 @@ def _eps(given: dict[str, Any], k: Tensor) -> float:
   return float(eps)
 
 
-def _queries(q: object, k: Tensor, of: str) -> Tensor:
-  q = placed(check_tensor("q", q), k.device, k.dtype)
+def _queries(given: object, k: Tensor, of: str) -> Tensor:
+  q: Tensor = placed(check_tensor("q", given), k.device, k.dtype)
   B, Hkv, M, Dk = sizes(k)
   if q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (B, M, Dk) or sizes(q)[1] % Hkv or not sizes(q)[1]:
     raise ValueError(f"q has shape {q.shape}; for k {k.shape} it must be ({B}, Hq, {M}, {Dk}), Hq a multiple of {Hkv}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from tinygrad import Tensor, UOp
 from tinygrad.dtype import DType
@@ -68,6 +67,6 @@ class NormRopeTensors:
   @property
   def spec(self) -> NormRopeSpec:
     """The description of the kernel."""
-    buffers = tuple((cast(Shape, sizes(x)), x.dtype) for x in self.tensors)
+    buffers = tuple((sizes(x), x.dtype) for x in self.tensors)
     q, k = (x is not None for x in self.weights)
     return NormRopeSpec(buffers, bool(self.rotary), self.interleaved, (q, k), self.eps)
