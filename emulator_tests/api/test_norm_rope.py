@@ -33,7 +33,7 @@ ROUNDED: dict[DType, Callable[[Array], Array]] = {
   dtypes.float32: lambda x: x.astype(np.float32).astype(np.float64),
   dtypes.float16: lambda x: x.astype(np.float16).astype(np.float64),
   dtypes.bfloat16: lambda x: round_to_bfloat16(x).astype(np.float64),
-  **{dtype: lambda x, round_=round_: round_(x).astype(np.float64) for dtype, round_ in ROUND.items()},
+  **ROUND,
 }
 
 
@@ -114,7 +114,7 @@ class Subject:
     self.case, self.device = case, device
     self.positions = np.array(case.starts)[:, None] + np.arange(case.M)
     self.k, self.v = (self.new(HKV, d, i) for i, d in enumerate(case.D))
-    self.q = self.new(HKV * case.group, case.D[0], 2) if case.group else None
+    self.q: Any = self.new(HKV * case.group, case.D[0], 2) if case.group else None
     angles = normal(30, case.R, seed=case.seed + 3)
     of_table = [placed(f(angles), case.table, device) for f in (np.cos, np.sin)]
     self.table = numpy(of_table[0]).astype(np.float64) + 1j * numpy(of_table[1]).astype(np.float64)
@@ -153,7 +153,8 @@ class Subject:
     table = None if isinstance(self.held, CacheMemory) else placed(self.ids, dtypes.int, self.device)
     GlobalCounters.reset()
     if table is not None:
-      return append_paged(self.k, self.v, *self.held, table, start, q=self.q, **self.options)
+      k_pages, v_pages = self.held
+      return append_paged(self.k, self.v, k_pages, v_pages, table, start, q=self.q, **self.options)
     return self.held.append(self.k, self.v, start, q=self.q, **self.options)
 
   def memory(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -179,14 +180,14 @@ class Subject:
     if self.q is not None:
       assert rotated is not None
       assert rotated.dtype == case.of
-      exact = changed(numpy(self.q), self.positions[:, None], rule[0], self.weights[0], *rule[1:])
-      check_rounded(numpy(rotated).astype(np.float64), *exact, case.of)
+      exact, bound = changed(numpy(self.q), self.positions[:, None], rule[0], self.weights[0], *rule[1:])
+      check_rounded(numpy(rotated).astype(np.float64), exact, bound, case.of)
     k, v = numpy(self.k), numpy(self.v).astype(np.float64)
     new = changed(k, self.positions[:, None], rule[0], self.weights[1], *rule[1:]), (v, np.zeros_like(v))
     for (exact, bound), (x, scales) in zip(new, self.memory(), strict=True):
       got, factors = numpy(x).astype(np.float64), None if scales is None else numpy(scales)
       for b, i in np.ndindex(B, case.M):
-        if (at := self.row(b, self.positions[b, i])) is None:
+        if (at := self.row(b, int(self.positions[b, i]))) is None:
           continue
         e, d, scale = exact[b, :, i], bound[b, :, i], np.ones((HKV, 1))
         if factors is not None:
@@ -358,12 +359,15 @@ def test_on_several_devices(axis: int | None) -> None:
   for where in (None, devices):
     subject = Subject(Case(D=(16, 16), dtype=dtypes.int8, start="int"), "CPU")
     cache = KVCache(B, HKV, N, 16, dtype=dtypes.int8, device=where, axis=axis)
-    given, options = [subject.q, subject.k, subject.v], subject.options
+    given: list[Any] = [subject.q, subject.k, subject.v]
+    options = subject.options
     if where is not None:
       given = [x.shard(where, axis) for x in given]
       options = {name: x.shard(where) if isinstance(x, Tensor) else x for name, x in options.items()}
     q, k, v = given
-    found.append([x.numpy() for x in (cache.append(k, v, 3, q=q, **options), cache.k, cache.k_scale)])
+    rotated, scales = cache.append(k, v, 3, q=q, **options), cache.k_scale
+    assert scales is not None
+    found.append([x.numpy() for x in (rotated, cache.k, scales)])
   for one, several in zip(*found, strict=True):
     np.testing.assert_array_equal(one, several)
 
