@@ -224,6 +224,21 @@ def test_what_is_no_key_does_not_matter(M: int) -> None:
 TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90", "apple9", "cl")
 
 
+@pytest.mark.parametrize(
+  ("arch", "dtype"),
+  [
+    ("sm_80", dtypes.half),
+    *(pytest.param(x, dtypes.half, marks=pytest.mark.slow) for x in ("gfx942", "apple9", "cl")),
+    *(pytest.param(x, dtypes.half, marks=pytest.mark.slowest) for x in ("gfx1100", "gfx1201", "sm_90")),
+    *(pytest.param(x, dtypes.fp8e4m3, marks=pytest.mark.slowest) for x in ("sm_89", "gfx942")),
+  ],
+)
+def test_nothing_is_read_behind_the_table(arch: str, dtype: Any) -> None:
+  """Of a table without spare entries, whose last tile is not whole, and rows that are loaded element by element."""
+  with on(arch):
+    Case([43, 44], 1, dtype=dtype, device="EMU", sizes=(4, 2, 29, 9)).check()
+
+
 @pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90"))
 @pytest.mark.each("arch", "page_size", "M")
 @pytest.mark.parametrize(("page_size", "M"), [(16, 1), (7, 3), (16, 40)])
