@@ -43,7 +43,9 @@ def _backend() -> str:
 def _install(undo: ExitStack) -> None:
   from tinygrad.nn.onnx import Domain, OpSetId, onnx_ops  # takes a while, and few programs need it
 
-  from uopattn.integrate.onnx import attention, group_query_attention, multi_head_attention
+  from uopattn.integrate.onnx.grouped import group_query_attention
+  from uopattn.integrate.onnx.multi_head import multi_head_attention
+  from uopattn.integrate.onnx.standard import attention
 
   if "GroupQueryAttention" in onnx_ops:
     return
