@@ -100,7 +100,8 @@ def storage(name: str, kind: str, bits: int, scale: Tensor | None, past: Tensor 
   if past is not None and (past.dtype != found.dtype or past.shape[-1] != channels):
     given = f"past_{'key' if name == 'k' else 'value'} has shape {past.shape} and dtype {dtype_name(past.dtype)}"
     accepted = f"{channels} channels of {dtype_name(found.dtype)}"
-    raise TypeError(f"{OPERATOR}: {given}; with kv_cache_bit_width={bits} it must have {accepted}")
+    error = TypeError if past.dtype != found.dtype else ValueError
+    raise error(f"{OPERATOR}: {given}; with kv_cache_bit_width={bits} it must have {accepted}")
   return found
 
 

@@ -42,26 +42,24 @@ def multi_head_attention(backend: Callable[[], str]) -> Operator:
       raise NotImplementedError("MultiHeadAttention: cache_indirection is not supported")
     check_past("MultiHeadAttention", past_key, past_value)
     q, k, v = _projections(query, key, value, bias, num_heads)
-    past, shared = 0, past_sequence_length is not None
+    new, past, start = sizes(k)[2], 0, None
     if past_sequence_length is not None:
-      past = _past_length(past_sequence_length, past_key, sizes(k)[2])
+      past = _past_length(past_sequence_length, past_key, new)
+      start = past_sequence_length.reshape(1).expand(sizes(q)[0])  # one kernel serves all its values
     elif past_key is not None:
       past = sizes(past_key)[2]
-    total, start = past + sizes(k)[2], Tensor.full((sizes(q)[0],), past)
     if past_key is not None and past_value is not None:
-      if shared:  # kernels take the lengths as Tensors, so that one serves them all
-        k, v = (written(held, x, start, sizes(held)[2]) for held, x in ((past_key, k), (past_value, v)))
-      else:
-        k, v = past_key.cat(k, dim=2), past_value.cat(v, dim=2)
+      held = (past_key, k), (past_value, v)
+      k, v = (x.cat(y, dim=2) if start is None else written(x, y, start, sizes(x)[2]) for x, y in held)
     arguments = Arguments(
-      attn_mask=_additive(attention_bias, key_padding_mask, mask_filter_value, total, sizes(k)[2], q),
+      attn_mask=_additive(attention_bias, key_padding_mask, mask_filter_value, past + new, sizes(k)[2], q),
       is_causal=unidirectional == 1,
-      q_start=start if shared else past,
-      kv_lengths=start + (total - past) if shared else None,
+      q_start=past if start is None else start,
+      kv_lengths=None if start is None else start + new,
       scale=scale or None,
     )
     out = without_heads(attend(q, k, v, arguments, backend()))
-    return out, k, v, scores(q, k, v, arguments, 2)[..., :total]
+    return out, k, v, scores(q, k, v, arguments, 2)[..., : past + new]
 
   return operator
 
