@@ -225,10 +225,7 @@ def _forms(x: Inputs, a: Attributes, k: Tensor, v: Tensor) -> tuple[Stored, Stor
   """Return how the caches store keys and values, if not as they are."""
   of_k = storage("k", a.k_quant_type, a.kv_cache_bit_width, x.k_scale, x.past_key, k)
   of_v = storage("v", a.v_quant_type, a.kv_cache_bit_width, x.v_scale, x.past_value, v)
-  if (of_k is None) != (of_v is None):
-    given = f"k_quant_type is {a.k_quant_type!r}, v_quant_type {a.v_quant_type!r}"
-    raise NotImplementedError(f"{OPERATOR}: {given}; both or neither must be 'NONE'")
-  return None if of_k is None or of_v is None else (of_k, of_v)
+  return None if of_k is None or of_v is None else (of_k, of_v)  # one alone has been refused
 
 
 def _both_rotated(q: Tensor, k: Tensor, past: int | Tensor, x: Inputs, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -18,14 +18,18 @@ def scores(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, mode: int) -> 
   """Return the scores, (B, Hq, M, N), in q's dtype and by plain ops; nothing is computed unless a model reads them.
 
   Args:
-    mode: 0 for scale * q.k; 1 after softcap; 2 with masks, -inf where a key is hidden; 3 for the weights.
+    mode: 0 for scale * q.k; 1 after softcap; 2 with masks, -inf where a key is hidden; 3 for the weights, which with
+      sinks add up to less than 1.
   """
   if mode < 2:
     softcap = arguments.softcap if mode == 1 else None
     arguments = Arguments(scale=arguments.scale, softcap=softcap, enable_gqa=True)
   call = Call.of(q, k, v, arguments)
   found = scores_of(call.q, call.k, call.spec, call.arguments)
-  if mode == 3:
+  if mode == 3 and arguments.sinks is not None:
+    sinks = arguments.sinks.cast(found.dtype).reshape(1, -1, 1, 1).expand(*sizes(found)[:3], 1)
+    found = sinks.cat(found, dim=-1).softmax(-1)[..., 1:]
+  elif mode == 3:
     no_key = found.max(-1, keepdim=True).eq(-math.inf)
     found = no_key.where(0, found.softmax(-1))
   return found.cast(q.dtype)
