@@ -114,6 +114,7 @@ GROUPED: Refusals = [
     "local_window_size is 9 and past_key has 8 rows; with sliding_window_cache=1",
   ),
   ({}, {"sliding_window_cache": 1}, "local_window_size is -1 and past_key has 8 rows"),
+  ({"attention_bias": normal(1, H, 1, 8)}, {}, r"attention_bias has shape \(1, 4, 1, 8\); it must have .* last of 9"),
   ({}, WINDOW | {"qk_output": 1}, "qk_output=1 is not supported with sliding_window_cache=1"),
 ]
 

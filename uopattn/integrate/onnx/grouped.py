@@ -109,7 +109,7 @@ def _computed(x: Inputs, a: Attributes, backend: str) -> tuple[Tensor, ...]:
   k, v, present, first = _with_past(k, v, x, a, past, lengths, total)
   start = past - first
   arguments = Arguments(
-    attn_mask=None if x.attention_bias is None else _columns(x.attention_bias, first, sizes(k)[2]),
+    attn_mask=None if x.attention_bias is None else _columns(x.attention_bias, first, sizes(k)[2], total),
     is_causal=bool(a.causal),
     q_start=start,
     kv_lengths=lengths - first if isinstance(start, Tensor) or not a.causal else None,
@@ -175,11 +175,13 @@ def _with_past(
   return k, v, (key, value), first
 
 
-def _columns(bias: Tensor, first: int | Tensor, keys: int) -> Tensor:
-  """Return the columns of a bias for `keys` keys, of which the first has the position `first`, 0 or (B,)."""
+def _columns(bias: Tensor, first: int | Tensor, keys: int, total: int) -> Tensor:
+  """Return the columns of a bias, (.., total), for `keys` keys, of which the first has the position `first`."""
+  if bias.ndim != 4 or bias.shape[-1] != total:
+    raise ValueError(f"{OPERATOR}: attention_bias has shape {bias.shape}; it must have four axes, the last of {total}")
   if not isinstance(first, Tensor):
     return padded_mask(bias, keys)
-  B, (_, H, M, total) = sizes(first)[0], sizes(bias)
+  B, (_, H, M, _) = sizes(first)[0], sizes(bias)
   place = Tensor.arange(keys).reshape(1, 1, 1, -1) + first.reshape(-1, 1, 1, 1)
   return bias.expand(B, H, M, total).gather(3, place.clip(0, total - 1).expand(B, H, M, keys))
 
