@@ -21,12 +21,13 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, as_type, clamp, make_kernel, sizes
+from uopattn.dsl.rules.four_bits import GROUP, LARGEST_NUMBER, LARGEST_SCALE, rounded_group
 from uopattn.dsl.rules.quantized import LARGEST, rounded_bits, widened
 from uopattn.dsl.scope import View, row_start
 
 LANES, ROWS = 32, 64
 AT_ONCE = 8  # elements that a lane loads before it compares any
-MAX_STORED = {dtypes.int8: 127.0, **LARGEST}
+MAX_STORED = {dtypes.int8: 127.0, **LARGEST, **{x: n * LARGEST_SCALE for x, n in LARGEST_NUMBER.items()}}
 LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 INFINITY = 0x7F800000  # the bits of a float32
 WORDS = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}
@@ -113,12 +114,14 @@ class Operand:
     target: (blocks * heads, rows, D), likewise, in the source's dtype, or of 8 bits.
     row_scales: (blocks * heads, rows) float32, which receives the scales of rows; None if they have none.
     head_scales: (B or 1, heads or 1) float32, the scales of heads; None is 1.
+    four: the format of the target if it has 4 bits, see `uopattn.dsl.rules.four_bits`; it is of bytes then.
   """
 
   source: UOp | View
   target: UOp | View
   row_scales: UOp | None = None
   head_scales: UOp | None = None
+  four: DType | None = None
 
   @property
   def unit(self) -> int:
@@ -203,6 +206,22 @@ class _Row:
     memory, to = as_type(x.target, dtypes.uchar), row_start(x.target, self.target, self.row)
     usable = scale > 0
     divisor = usable.where(scale, 1.0)
+    D = sizes(x.source)[-1]
+
+    def store_group(group: UOp, within: UOp) -> UOp:
+      """Store 16 elements, two to a byte: of a word those of bits 0, 4, ... are 0, 2, 4, 6, 1, 3, 5, 7."""
+      assert x.four is not None
+      values = [usable.where(self._element(x.source, group * GROUP + i, within) / divisor, 0.0) for i in range(GROUP)]
+      bits, codes = rounded_group(values, x.four)
+      order = [word + e for word in (0, 8) for e in (0, 2, 4, 6, 1, 3, 5, 7)]
+      found = [codes[low] | (codes[high] << 4) for low, high in zip(order[::2], order[1::2], strict=True)]
+      places = [group * (GROUP // 2) + i for i in range(len(found))] + [group + D // 2]
+      return UOp.group(
+        *(memory[(to + at).valid(within)].store(byte) for at, byte in zip(places, (*found, bits), strict=True))
+      )
+
+    if x.four is not None:
+      return [*stores, self._each(D // GROUP, store_group)]
 
     def store(d: UOp, within: UOp) -> UOp:
       value = usable.where(self._element(x.source, d, within) / divisor, 0.0)
@@ -249,7 +268,7 @@ class _Row:
       return inside.where(bits, UOp.const(0, dtypes.int))
 
     found = reduce(UOp.maximum, map(magnitude, columns), largest.after(step)[0].load())
-    bits, most = largest.after(largest[0].store(found).end(step))[0].load(), MAX_STORED[x.target.dtype]
+    bits, most = largest.after(largest[0].store(found).end(step))[0].load(), MAX_STORED[x.four or x.target.dtype]
     value = bits.bitcast(dtypes.float)
     scale = (value < LEAST * most).where(0.0, value / most)
     return (bits < INFINITY).where(scale, UOp.const(float("nan"), dtypes.float))

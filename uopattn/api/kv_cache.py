@@ -30,10 +30,16 @@ class KVCache(CacheMemory):
   that holds NaN or infinity has the scale NaN. k and v appended to an 8-bit cache have gradients of 0, as rounding has;
   q has its usual gradient.
 
+  A cache of "int4" or "nvfp4" has 4 bits per element, 16 of which share a scale of 8 bits, besides the scale of the row;
+  Dk and Dv are multiples of 16. Numbers are -7 to 7, or 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. For normal
+  random rows the rounding error is 0.086 and 0.095 of a row's root mean square; with channels of very different sizes
+  (lognormal) 0.11 and 0.091. An 8-bit cache has 0.007.
+
   Attributes:
-    k: (B, Hkv, N_max, Dk), with everything appended so far; `uopattn.attention` accepts it unless it has 8 bits.
+    k: (B, Hkv, N_max, Dk), with everything appended so far; `uopattn.attention` accepts it unless it has 8 or 4 bits.
+      In 4 bits it holds bytes: those of the elements, then the scales of groups; see `uopattn.dsl.rules.four_bits`.
     v: (B, Hkv, N_max, Dv), as k.
-    k_scale, v_scale: (B, Hkv, N_max) float32 factors for k and v of 8 bits, otherwise None.
+    k_scale, v_scale: (B, Hkv, N_max) float32 factors for k and v of 8 or 4 bits, otherwise None.
 
   Example:
     >>> from tinygrad import Tensor, UOp
@@ -57,7 +63,7 @@ class KVCache(CacheMemory):
     Dk: int,
     Dv: int | None = None,
     *,
-    dtype: DType = dtypes.float32,
+    dtype: DType | str = dtypes.float32,
     device: Devices | None = None,
     axis: int | None = None,
   ):
@@ -69,7 +75,7 @@ class KVCache(CacheMemory):
       N_max: number of positions.
       Dk: head size of keys.
       Dv: head size of values; None is Dk.
-      dtype: float32, float16 or bfloat16, or with scales int8, fp8e4m3 or fp8e5m2.
+      dtype: float32, float16 or bfloat16, or with scales int8, fp8e4m3 or fp8e5m2, or "int4" or "nvfp4".
       device: None is tinygrad's default. Several devices, ("CUDA", "CUDA:1"), divide the cache along `axis`.
       axis: 0 for sequences, 1 for key heads, as in `Tensor.shard`; None keeps all of the cache on every device.
 
@@ -94,7 +100,7 @@ class KVCache(CacheMemory):
     are written over it.
 
     Args:
-      k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16. M may be 0.
+      k: (B, Hkv, M, Dk), in the cache's dtype; for a cache of 8 or 4 bits float32, float16 or bfloat16. M may be 0.
       v: (B, Hkv, M, Dv), as k.
       start: int, bound Variable, an expression of Variables, or (B,) Tensor of any integer dtype, with a position for
         each sequence. An int is compiled for that position only.
@@ -194,7 +200,13 @@ class KVCache(CacheMemory):
     start = self._start(start, M, sizes(self.k)[2])
     backend, kv_lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
     lengths = start + M if kv_lengths is None else kv_lengths
-    own = {"q_start": start, "kv_lengths": lengths, "scales": self._scales, "return_lse": return_lse}
+    own = {
+      "q_start": start,
+      "kv_lengths": lengths,
+      "scales": self._scales,
+      "four": self._four,
+      "return_lse": return_lse,
+    }
     given = {"is_causal": True, "enable_gqa": True, **options}
     arguments = Arguments.of("KVCache.attend", CacheOptions, given, **own)
     return attend(q, self.k, self.v, arguments, backend)

@@ -62,7 +62,7 @@ class RingCache(CacheMemory):
     *,
     sink_tokens: int = 0,
     M_max: int = 1,
-    dtype: DType = dtypes.float32,
+    dtype: DType | str = dtypes.float32,
     device: Devices | None = None,
     axis: int | None = None,
   ):
@@ -189,7 +189,7 @@ class RingCache(CacheMemory):
     if self._M_max < M:
       raise ValueError(f"q has {M} queries; attend of a RingCache takes M_max={self._M_max} at most, prefill any")
     start = self._start(start, M, FAR)
-    own = {"kv_lengths": self._filled(start, M), "scales": self._scales, "return_lse": return_lse}
+    own = {"kv_lengths": self._filled(start, M), "scales": self._scales, "four": self._four, "return_lse": return_lse}
     if self._M_max > 1:
       own["attn_mask"] = self._mask(start, M)
     backend, given = options.pop("backend", "auto"), {"enable_gqa": True, **options}

@@ -68,6 +68,7 @@ class Append:
     tables: shapes of the int32 buffers that `place` reads.
     start: the first position, the same for all sequences; None if a (B,) int32 buffer has them.
     has_lengths: whether a (B,) int32 buffer has the number of new keys of each sequence.
+    four: the format of the targets if they have 4 bits.
     head_scales: the shapes of the scales of the heads of k and of v, (B or 1, heads or 1); None if they have none.
   """
 
@@ -79,6 +80,7 @@ class Append:
   start: int | UOp | None
   has_lengths: bool
   head_scales: tuple[tuple[int, int], ...] | None
+  four: DType | None
 
   def graph(self, on_cpu: bool) -> UOp:
     """Build the kernel on buffers with slots from 0 on."""
@@ -108,7 +110,7 @@ class Append:
     def count(b: UOp) -> UOp:
       return UOp.const(M) if lengths is None else clamp(lengths[b].load().cast(dtypes.weakint), 0, M)
 
-    operands = [Operand(*x) for x in zip(sources, targets, row_scales, head_scales, strict=True)]
+    operands = [Operand(*x, self.four) for x in zip(sources, targets, row_scales, head_scales, strict=True)]
     name = f"append_{B}_{heads}_{M}_{self.sources[0].shape[3]}_{self.sources[1].shape[3]}"
     return typed(append(*operands, start, count, self.place, tables, (B, heads, M), name, on_cpu))
 
@@ -134,6 +136,7 @@ def append_call(
   tables: Sequence[Tensor] = (),
   lengths: Tensor | None = None,
   head_scales: Sequence[Tensor] = (),
+  four: DType | None = None,
 ) -> UOp:
   """Return the call of the kernel that writes new keys and values to their memory: what is `.after` it has them.
 
@@ -147,6 +150,7 @@ def append_call(
     tables: int32 Tensors that `place` reads.
     lengths: (B,) int32, the number of new keys of each sequence; None is M.
     head_scales: of keys and of values, (B or 1, heads or 1) float32.
+    four: the format of the targets if they have 4 bits; they are (blocks, heads, rows, columns) uint8 then.
   """
   variables: tuple[UOp, ...] = ()
   if isinstance(start, UOp):
@@ -164,6 +168,7 @@ def append_call(
     None if isinstance(start, Tensor) else start,
     lengths is not None,
     tuple(cast(tuple[int, int], sizes(x)) for x in head_scales) or None,
+    four,
   )
   outputs = [flat_base("a cache", x, memory.layout) for x, memory in zip(targets, memories[0], strict=True)]
   outputs += row_scales

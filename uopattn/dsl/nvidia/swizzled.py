@@ -151,7 +151,11 @@ class SwizzledTiles:
     for i in range(self.pieces):
       row, chunk = self._piece(thread, i)
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
-      to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
+      to, start = self.at(row, chunk), source.start(first + row)
+      if source.four is not None:
+        stores.append(self.dialect.store_chunk(to, *self._of_four_bits(source, start, chunk * self.chunk, there)))
+        continue
+      start = start + chunk * self.chunk
       if source.widens and whole:
         stores.append(self.dialect.store_chunk(to, *self._widened(source, start, there)))
       elif whole:
@@ -181,6 +185,15 @@ class SwizzledTiles:
       value = _or_zero(bits, start + e, _both(there, _below(column + e, source.size)))
       stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
     return stores
+
+  def _of_four_bits(self, source: HeadView, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
+    """Load the four words of a chunk whose elements have 4 bits in memory, of the row that starts at byte `start`."""
+    per = 4 // self.bits.itemsize
+    bits = [source.four_bits_raw(start, column + i, there).cast(dtypes.uint) for i in range(self.chunk)]
+    words = [
+      reduce(UOp.__or__, (x << 16 * i for i, x in enumerate(bits[n : n + per]))) for n in range(0, len(bits), per)
+    ]
+    return words if there is None else [there.where(x, UOp.const(0, dtypes.uint)) for x in words]
 
   def _widened(self, source: HeadView, start: UOp, there: UOp | None) -> list[UOp]:
     """Load the four words of a chunk whose elements have fewer bits in memory."""

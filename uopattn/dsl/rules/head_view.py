@@ -7,7 +7,15 @@ from typing import NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.quantized import widened, widened_bits
+from uopattn.dsl.rules.four_bits import (
+  GROUP,
+  PER_WORD,
+  elements_in,
+  nibble_of,
+  number_of,
+  scale_of_group,
+)
+from uopattn.dsl.rules.quantized import FourBits, upper_half, widened, widened_bits
 from uopattn.dsl.scope import Scope, Strides, View, as_type, clamp, least, sizes
 
 
@@ -73,18 +81,20 @@ class Pages:
 
 
 class Scales(NamedTuple):
-  """Scales of 8-bit keys and values.
+  """Scales of quantized keys and values.
 
   Attributes:
     keys, values: (B, key heads, N) float32, one scale per key and per value.
     operand: the type to which elements are widened; see `uopattn.dsl.rules.quantized`.
     unit: the ratio of a stored element to its widened value.
+    stored: the type of the elements.
   """
 
   keys: UOp
   values: UOp
   operand: DType
   unit: float
+  stored: DType
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +102,7 @@ class HeadView:
   """The rows of one head of a buffer.
 
   Attributes:
-    x: the buffer, reshaped or not.
+    x: the buffer, reshaped or not; of bytes if elements have 4 bits.
     size: elements per row.
     length: number of rows. No row from there on is read.
     start: maps a row to the flat index of its first element in the buffer.
@@ -101,6 +111,7 @@ class HeadView:
     strides: where the rows of all heads lie; None where that is not regular.
     head: the head, numbered through all batch elements.
     in_pages: whether `start` reads a page table in memory.
+    four: the format of elements of 4 bits, see `uopattn.dsl.rules.four_bits`; None if they have more.
   """
 
   x: UOp
@@ -112,6 +123,7 @@ class HeadView:
   strides: Strides | None = None
   head: UOp | None = None
   in_pages: bool = False
+  four: FourBits | None = None
 
   @classmethod
   def of(cls, x: UOp | View, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
@@ -121,6 +133,10 @@ class HeadView:
       return cls(x.buffer, size, length, lambda row: x.start(head, row), to, x.unit, x.strides, head)
     strides = Strides(0, 1, heads, heads * rows * size, rows * size, size)
     return cls(x, size, length, lambda row: (head * rows + row) * size, to, None, strides, head)
+
+  def of_four(self, four: FourBits) -> "HeadView":
+    """The view of rows of bytes as one of elements of 4 bits."""
+    return replace(self, size=elements_in(self.size), four=four)
 
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
@@ -151,6 +167,8 @@ class HeadView:
 
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
+    if self.four is not None:
+      return self.four_bits(self.start(row), d, inside)
     found = self.place(row, d, inside).load()
     return widened(found, self.x.dtype, self.to) if self.to is not None and self.widens else found
 
@@ -159,9 +177,41 @@ class HeadView:
     if self.in_pages and inside is not None:
       # tinygrad simplifies the whole index by its gate, but gates only the outer load, not that of the page table.
       row = least([row, clamp(self.length - 1, 0, max(0, int(self.length.vmax) - 1))])
+    if self.four is not None:
+      return self._word(self.start(row), d // PER_WORD, inside)
     place = self.start(row) + d
     memory = as_type(self.x, self.bits) if self.widens else self.x.base
     return memory[place if inside is None else place.valid(inside)]
+
+  def _word(self, start: UOp, word: UOp, inside: UOp | None) -> UOp:
+    """Index a 32-bit word of a row that starts at a byte, a multiple of 4; words from size / 8 on hold the scales."""
+    place = start // 4 + word
+    return as_type(self.x, dtypes.uint)[place if inside is None else place.valid(inside)]
+
+  def number(self, start: UOp, d: UOp, inside: UOp | None = None) -> UOp:
+    """Load the `number_of` element d of 4 bits of the row that starts at a byte, int32."""
+    assert self.four is not None
+    return number_of(nibble_of(self._word(start, d // PER_WORD, inside).load(), d % PER_WORD), self.four)
+
+  def group_scale(self, start: UOp, group: UOp, inside: UOp | None = None) -> UOp:
+    """Load the `scale_of_group` of a group of 4-bit elements of the row that starts at a byte, float32."""
+    assert self.to is not None
+    word = self._word(start, self.size // PER_WORD + group // 4, inside).load()
+    byte = ((word >> (group % 4 * 8).cast(dtypes.uint)) & 0xFF).cast(dtypes.int)
+    return scale_of_group(byte, self.to)
+
+  def four_bits(self, start: UOp, d: UOp, inside: UOp | None = None) -> UOp:
+    """Load and widen element d of 4 bits of the row that starts at a byte, divided by the unit; see `Scales`."""
+    assert self.to is not None
+    found = self.number(start, d, inside).cast(dtypes.float) * self.group_scale(start, d // GROUP, inside)
+    return upper_half(found).bitcast(self.to) if self.to == dtypes.bfloat16 else found.cast(self.to)
+
+  def four_bits_raw(self, start: UOp, d: UOp, inside: UOp | None = None) -> UOp:
+    """The bits of `four_bits` as an unsigned integer."""
+    found = self.number(start, d, inside).cast(dtypes.float) * self.group_scale(start, d // GROUP, inside)
+    if self.to == dtypes.bfloat16:
+      return upper_half(found)
+    return found.cast(dtypes.half).bitcast(dtypes.ushort) if self.to == dtypes.half else found.bitcast(dtypes.uint)
 
   def wide_bits(self, bits: UOp) -> UOp:
     """The bits of an element after widening."""
