@@ -10,8 +10,8 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Places
-from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.four_bits import elements_in
+from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Positions
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
