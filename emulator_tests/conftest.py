@@ -1,7 +1,10 @@
 import contextlib
 import functools
 import gc
+import math
 import os
+import random
+import time
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterable, Iterator
 from dataclasses import replace
@@ -14,7 +17,7 @@ from tinygrad import Context, Device
 from tinygrad.helpers import DEV, NUM_CPU_THREADS, PARALLEL, SPEC
 
 from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
-from uopattn.kernels import cpu_backward, cpu_decode, cpu_forward
+from uopattn.kernels import cpu_backward, cpu_bias_backward, cpu_decode, cpu_forward
 from uopattn.measure import program
 from uopattn.measure.program import Usage, choose_device
 from uopattn.plan import dispatch
@@ -46,12 +49,16 @@ ACCUMULATORS = {
   cpu_forward.Tiles: ("unroll",),
   cpu_decode.Tiles: ("unroll_m", "unroll_n", "unroll_d"),
   cpu_backward.Tiles: ("unroll", "vectors"),
+  cpu_bias_backward.Tiles: ("unroll", "vectors"),
 }
 # Kernels made of what others are made of: of the tests that many kernels have, the quick suite runs one of theirs.
 LATER = {"hopper32", "hopper-wide", "amd32", "amd8", "float32", "float8", "turing", "apple32"}
 OF_LATER = "test_matches_the_oracle"
+REPOSITORY = Path(__file__).parents[1]
 QUICK_CASES = Path(__file__).with_name("quick.txt")  # written by scripts/mutation --select
 NO_CASE = "no case of "  # there before a test
+IS_QUICK = pytest.StashKey[bool]()
+DEADLINE = pytest.StashKey[float]()  # in seconds of time.monotonic(); --minutes sets it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption("--values", action="store_true", help="run every value of each parameter, and the long tests")
   parser.addoption("--slow", action="store_true", help="run every combination of values too")
   parser.addoption("--no-skips", action="store_true", help="fail what would be skipped")
+  parser.addoption("--minutes", type=float, help="after so many, skip what the quick suite does not run")
 
 
 def profile(config: pytest.Config) -> str:
@@ -72,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
   if hasattr(config, "workerinput"):
     NUM_CPU_THREADS.value = min(NUM_CPU_THREADS.value, 2)  # likewise: threads of ours that spin
     os.environ["NUM_CPU_THREADS"] = str(NUM_CPU_THREADS.value)
+  if (minutes := config.getoption("--minutes")) is not None:
+    config.stash[DEADLINE] = time.monotonic() + 60 * minutes
   os.environ["UOPATTN_CHECK"] = "0"  # the suite is the check; tests of self-checks turn them on
   PARALLEL.value = 0
   # tinygrad's own check of graphs, a twentieth of the time. Tests of drawn sizes have it always.
@@ -106,9 +116,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   for every in tests.values():
     cases = [case for case in every if case.get_closest_marker("slowest") is None]
     of_kinds = cover(kinds(cases))
-    left.update(cover(cases, of_kinds) if chosen == "values" else of_kinds if chosen == "kinds" else quick(of_kinds))
+    for case in (of_quick := quick(of_kinds)):
+      case.stash[IS_QUICK] = True
+    left.update(cover(cases, of_kinds) if chosen == "values" else of_kinds if chosen == "kinds" else of_quick)
   config.hook.pytest_deselected(items=[item for item in items if item not in left])
   items[:] = [item for item in items if item in left]
+  if DEADLINE in config.stash:
+    items[:] = in_order_of_the_code(items)
+
+
+def in_order_of_the_code(items: list[pytest.Item]) -> list[pytest.Item]:
+  """Return the tests file by file, in an order that changes with the code: time is not always up at the same files."""
+  code = (path for folder in ("uopattn", "kernels") for path in sorted((REPOSITORY / folder).rglob("*.py")))
+  files = sorted({item.path for item in items})
+  random.Random(b"".join(path.read_bytes() for path in code)).shuffle(files)
+  return sorted(items, key=lambda item: files.index(item.path))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+  if time.monotonic() > item.config.stash.get(DEADLINE, math.inf) and not item.stash.get(IS_QUICK, False):
+    pytest.skip(f"not begun within --minutes={item.config.getoption('--minutes'):g}")
 
 
 def quick(cases: list[pytest.Item]) -> list[pytest.Item]:

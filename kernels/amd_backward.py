@@ -423,7 +423,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
 )
 # For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
 SEPARATE = replace(SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

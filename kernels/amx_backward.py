@@ -196,5 +196,5 @@ SCHEDULE = Schedule(
   dtypes=tuple(PARTS),
   kernels=(Kernel.backward(backward, DQ, DK_SUMS, DV_SUMS),),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
 )

@@ -5,13 +5,16 @@ of the cache a position has: the next one of the sequence, one of a ring, or one
 is written. A row in the cache's dtype is copied as words; others are rounded to 8 bits, to nearest, ties to even, after
 division by a scale: of the head, or of the row, which then maps its largest element to the largest number of the dtype.
 
-Storage: on GPUs a workgroup of `LANES` lanes has one row of k and of v. Each lane has every `LANES`-th word, and reads
-the whole row for its largest element. On CPUs a work item has `ROWS` rows, one after another.
+A `NormRope` says what becomes of keys before that: RMS norm and rotation. The kernel may do the same to the queries of
+the same positions, and writes them to memory of their own.
+
+Storage: on GPUs a workgroup of `LANES` lanes has one row of k and of v, or of the queries. Each lane has every
+`LANES`-th word or pair of elements, and reads the whole row for its largest element and its norm. On CPUs a work item
+has `ROWS` rows of k and of v, one after another, and the queries of their key head.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from math import gcd
 from typing import Protocol
 
@@ -21,13 +24,15 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, as_type, clamp, make_kernel, sizes
-from uopattn.dsl.rules.four_bits import GROUP, LARGEST_NUMBER, LARGEST_SCALE, rounded_group
-from uopattn.dsl.rules.quantized import LARGEST, rounded_bits, widened
+from uopattn.dsl.rules import norm_rope
+from uopattn.dsl.rules.four_bits import BYTES, GROUP, LARGEST_NUMBER, LARGEST_SCALE, rounded_group
+from uopattn.dsl.rules.norm_rope import AT_ONCE, NormRope, Part
+from uopattn.dsl.rules.quantized import LARGEST, FourBits, bfloat16_bits, read_float, rounded_bits
 from uopattn.dsl.scope import View, row_start
 
 LANES, ROWS = 32, 64
-AT_ONCE = 8  # elements that a lane loads before it compares any
-MAX_STORED = {dtypes.int8: 127.0, **LARGEST, **{x: n * LARGEST_SCALE for x, n in LARGEST_NUMBER.items()}}
+LARGEST_IN_FOUR: dict[DType, float] = {x: n * LARGEST_SCALE for x, n in LARGEST_NUMBER.items()}
+MAX_STORED: dict[DType, float] = {dtypes.int8: 127.0, **LARGEST, **LARGEST_IN_FOUR}
 LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 INFINITY = 0x7F800000  # the bits of a float32
 WORDS = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}
@@ -107,13 +112,14 @@ class PagedRows:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-  """New keys, or new values, and the memory that receives them.
+  """New keys, values or queries, and the memory that receives them.
 
   Attributes:
     source: (B * heads, M, D), a buffer or a strided view.
     target: (blocks * heads, rows, D), likewise, in the source's dtype, or of 8 bits.
     row_scales: (blocks * heads, rows) float32, which receives the scales of rows; None if they have none.
     head_scales: (B or 1, heads or 1) float32, the scales of heads; None is 1.
+    change: what becomes of each row before it is stored; None if nothing does.
     four: the format of the target if it has 4 bits, see `uopattn.dsl.rules.four_bits`; it is of bytes then.
   """
 
@@ -121,7 +127,8 @@ class Operand:
   target: UOp | View
   row_scales: UOp | None = None
   head_scales: UOp | None = None
-  four: DType | None = None
+  change: NormRope | None = None
+  four: FourBits | None = None
 
   @property
   def unit(self) -> int:
@@ -140,6 +147,7 @@ def append(
   shape: tuple[int, int, int],
   name: str,
   on_cpu: bool,
+  queries: Operand | None = None,
 ) -> UOp:
   """Build the kernel.
 
@@ -151,32 +159,51 @@ def append(
     shape: (B, heads, M) of the new keys.
     name: of the kernel.
     on_cpu: whether it is for a CPU.
+    queries: (B * query heads, M, D), at the positions of the keys, and memory of that shape; None for none.
   """
   (B, heads, M), s = shape, Scope()
+  group = 1 if queries is None else sizes(queries.source)[0] // (B * heads)  # query heads of a key head
+  member = UOp.const(0)  # the query head of the group
   if on_cpu:
     blocks = ceildiv(M, ROWS)
     item, r = s.axis(B * heads * blocks, AxisType.THREAD), s.axis(min(ROWS, M))
     head, i, axes, lane = item // blocks, item % blocks * ROWS + r, (r, item), None
   else:
-    item, lane = s.axis(B * heads * M, AxisType.GLOBAL), s.axis(LANES, AxisType.LOCAL)
-    head, i, axes = item // M, item % M, (lane, item)
+    item, lane = s.axis(B * heads * M * group, AxisType.GLOBAL), s.axis(LANES, AxisType.LOCAL)
+    axes = lane, item
+    if group > 1:
+      item, member = item // group, item % group
+    head, i = item // M, item % M
   b, h = head // heads, head % heads
   first, count, exists = start(b), lengths(b), i < M
   kept, block, row = place.find(NewKey(b, first + i, first + count, tables))
-  work = _Row(s, axes, lane, head, i, exists, kept & (i < count), block * heads + h, row)
+  kept &= i < count
+  if group > 1 and not on_cpu:
+    kept &= member.eq(0)
+  if keys.change is not None:
+    kept &= keys.change.knows(first + i)
+  work = _Row(s, axes, lane, head, i, exists, first + i, kept, block * heads + h, row)
   stores = [store for x in (keys, values) for store in work.written(x, b, h)]
-  return make_kernel(name, axes, *stores)
+  if queries is None:
+    return make_kernel(name, axes, *stores)
+  if on_cpu:
+    member = s.axis(group)
+  head = head * group + member
+  work = _Row(s, (member, *axes) if on_cpu else axes, lane, head, i, exists, first + i, exists, head, i)
+  written = UOp.group(*work.written(queries, b, h))
+  return make_kernel(name, axes, *stores, written.end(member) if on_cpu else written)
 
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-  """A row of keys and of values, as a work item has it.
+  """A row of keys and of values, or of queries, as a work item has it.
 
   Attributes:
     s: the kernel's scope.
     axes: the axes that are open around it.
     lane: the lane of a GPU; None on a CPU.
     head, i: where it is in the sources, which have it if `exists`.
+    position: in its sequence.
     target, row: where it goes in the targets, if it is `kept`.
   """
 
@@ -186,48 +213,49 @@ class _Row:
   head: UOp
   i: UOp
   exists: UOp
+  position: UOp
   kept: UOp
   target: UOp
   row: UOp
 
   def written(self, x: Operand, b: UOp, h: UOp) -> list[UOp]:
     """Return the stores of a row, and of its scale if it gets one."""
-    if x.source.dtype == x.target.dtype:
+    if x.source.dtype == x.target.dtype and x.change is None:
       return [self._copied(x)]
+    parts = self._parts(x)
+    if x.source.dtype == x.target.dtype:
+      return self._each_element(x, parts, lambda value: _as_stored(value, x.target.dtype))
     scale, stores = UOp.const(1.0, dtypes.float), []
     if x.row_scales is not None:
-      scale = self._scale(x)
+      scale = self._scale(parts, x.four or x.target.dtype)
       once = self.kept if self.lane is None else self.kept & self.lane.eq(0)
       place = self.target * sizes(x.row_scales)[-1] + self.row
       stores.append(x.row_scales.base[place.valid(once)].store(scale))
     elif x.head_scales is not None:
       batches, scaled = sizes(x.head_scales)
       scale = x.head_scales.base[(b if batches > 1 else 0) * scaled + (h if scaled > 1 else 0)].load()
-    memory, to = as_type(x.target, dtypes.uchar), row_start(x.target, self.target, self.row)
     usable = scale > 0
     divisor = usable.where(scale, 1.0)
-    D = sizes(x.source)[-1]
-
-    def store_group(group: UOp, within: UOp) -> UOp:
-      """Store 16 elements, two to a byte: of a word those of bits 0, 4, ... are 0, 2, 4, 6, 1, 3, 5, 7."""
-      assert x.four is not None
-      values = [usable.where(self._element(x.source, group * GROUP + i, within) / divisor, 0.0) for i in range(GROUP)]
-      bits, codes = rounded_group(values, x.four)
-      order = [word + e for word in (0, 8) for e in (0, 2, 4, 6, 1, 3, 5, 7)]
-      found = [codes[low] | (codes[high] << 4) for low, high in zip(order[::2], order[1::2], strict=True)]
-      places = [group * (GROUP // 2) + i for i in range(len(found))] + [group + D // 2]
-      return UOp.group(
-        *(memory[(to + at).valid(within)].store(byte) for at, byte in zip(places, (*found, bits), strict=True))
-      )
-
     if x.four is not None:
-      return [*stores, self._each(D // GROUP, store_group)]
+      (row,) = parts
+      return [*stores, self._each_group(x, lambda d, within: usable.where(row.at(d, within) / divisor, 0.0))]
 
-    def store(d: UOp, within: UOp) -> UOp:
-      value = usable.where(self._element(x.source, d, within) / divisor, 0.0)
-      return memory[(to + d).valid(within)].store(_eight_bits(value, x.target.dtype))
+    def stored(value: UOp) -> UOp:
+      return _eight_bits(usable.where(value / divisor, 0.0), x.target.dtype)
 
-    return [*stores, self._each(sizes(x.source)[-1], store)]
+    return [*stores, *self._each_element(x, parts, stored)]
+
+  def _parts(self, x: Operand) -> list[Part]:
+    """Return the elements of a row before they are rounded."""
+    columns = sizes(x.source)[-1]
+
+    def element(d: UOp, inside: UOp) -> UOp:
+      return read_float(x.source, (row_start(x.source, self.head, self.i) + d).valid(inside))
+
+    if x.change is None:
+      return [Part.of(columns, element)]
+    row = norm_rope.Row(self.s, self.axes, self.lane is None, self.exists, self.position, columns, element)
+    return x.change.parts(row)
 
   def _copied(self, x: Operand) -> UOp:
     word = WORDS[x.unit * x.source.dtype.itemsize]
@@ -239,6 +267,34 @@ class _Row:
 
     return self._each(sizes(x.source)[-1] // x.unit, store)
 
+  def _each_element(self, x: Operand, parts: list[Part], stored: Callable[[UOp], UOp]) -> list[UOp]:
+    """Return the stores of all elements of a row that is kept, as the integer `stored` of each."""
+    start, integer = row_start(x.target, self.target, self.row), WORDS[x.target.dtype.itemsize]
+    memory = as_type(x.target, integer)
+
+    def of_part(part: Part) -> Callable[[UOp, UOp], UOp]:
+      def store(n: UOp, within: UOp) -> UOp:
+        values = part.values(n, within)
+        return UOp.group(*(memory[(start + d).valid(within)].store(stored(value)) for d, value in values))
+
+      return store
+
+    return [self._each(part.steps, of_part(part)) for part in parts]
+
+  def _each_group(self, x: Operand, element: norm_rope.Element) -> UOp:
+    """Return the stores of a row that is kept in 4 bits: groups of elements, two in a byte, and their scales."""
+    D, memory, start = sizes(x.source)[-1], as_type(x.target, dtypes.uchar), row_start(x.target, self.target, self.row)
+
+    def store(group: UOp, within: UOp) -> UOp:
+      assert x.four is not None
+      bits, codes = rounded_group([element(group * GROUP + i, within) for i in range(GROUP)], x.four)
+      found = [codes[low] | (codes[high] << 4) for low, high in BYTES]
+      places = [*(group * len(BYTES) + i for i in range(len(BYTES))), group + D // 2]
+      stores = (memory[(start + at).valid(within)].store(byte) for at, byte in zip(places, (*found, bits), strict=True))
+      return UOp.group(*stores)
+
+    return self._each(D // GROUP, store)
+
   def _each(self, count: int, store: Callable[[UOp, UOp], UOp]) -> UOp:
     """Return store(n, whether to) for n < count, of a row that is kept."""
     if self.lane is None:
@@ -247,31 +303,30 @@ class _Row:
     found = [self.lane + n * LANES for n in range(ceildiv(count, LANES))]
     return UOp.group(*(store(c, self.kept if c.vmax < count else self.kept & (c < count)) for c in found))
 
-  def _element(self, x: UOp | View, d: UOp, inside: UOp) -> UOp:
-    """Return an element of the source as float32."""
-    place = (row_start(x, self.head, self.i) + d).valid(inside)
-    if x.dtype == dtypes.bfloat16:  # which not every GPU has
-      return widened(as_type(x, dtypes.ushort)[place].load(), x.dtype, dtypes.float)
-    return as_type(x, x.dtype)[place].load().cast(dtypes.float)
-
-  def _scale(self, x: Operand) -> UOp:
+  def _scale(self, parts: list[Part], dtype: DType) -> UOp:
     """Return the scale of a row: 0 if its reciprocal would not be finite, and NaN if the row holds NaN or infinity."""
-    D, largest = sizes(x.source)[-1], self.s.buffer(1, dtype=dtypes.int)
+    largest = self.s.buffer(1, dtype=dtypes.int)
     largest = largest.after(largest.after(*self.axes)[0].store(UOp.const(0, dtypes.int)))
-    step = self.s.axis(D) if self.lane is None else self.s.axis(ceildiv(D, AT_ONCE), AxisType.REDUCE)
-    columns = [step] if self.lane is None else [step * AT_ONCE + n for n in range(min(D, AT_ONCE))]
-
-    def magnitude(d: UOp) -> UOp:
-      """The bits of an element without its sign: NaN > infinity > any number."""
-      inside = self.exists if d.vmax < D else self.exists & (d < D)
-      bits = self._element(x.source, d, inside).bitcast(dtypes.int) & 0x7FFFFFFF
-      return inside.where(bits, UOp.const(0, dtypes.int))
-
-    found = reduce(UOp.maximum, map(magnitude, columns), largest.after(step)[0].load())
-    bits, most = largest.after(largest[0].store(found).end(step))[0].load(), MAX_STORED[x.four or x.target.dtype]
+    for part in parts:
+      many, count = self.lane is not None, part.steps
+      step = self.s.axis(ceildiv(count, AT_ONCE), AxisType.REDUCE) if many else self.s.axis(count)
+      found = largest.after(step)[0].load()
+      for n in [step * AT_ONCE + n for n in range(min(count, AT_ONCE))] if many else [step]:
+        inside = self.exists if n.vmax < count else self.exists & (n < count)
+        for _, value in part.values(n, inside):
+          # Without its sign: NaN > infinity > any number.
+          bits = inside.where(value.bitcast(dtypes.int) & 0x7FFFFFFF, UOp.const(0, dtypes.int))
+          found = found.maximum(bits)
+      largest = largest.after(largest[0].store(found).end(step))
+    bits, most = largest[0].load(), MAX_STORED[dtype]
     value = bits.bitcast(dtypes.float)
     scale = (value < LEAST * most).where(0.0, value / most)
     return (bits < INFINITY).where(scale, UOp.const(float("nan"), dtypes.float))
+
+
+def _as_stored(x: UOp, to: DType) -> UOp:
+  """Return the bits of a float32 rounded to the nearest of float32, float16 or bfloat16."""
+  return bfloat16_bits(x) if to == dtypes.bfloat16 else x.cast(to).bitcast(WORDS[to.itemsize])
 
 
 def _eight_bits(x: UOp, to: DType) -> UOp:

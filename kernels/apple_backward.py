@@ -313,7 +313,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
 )
 # For head sizes where the registers of a simdgroup do not hold both dK and dV: one kernel for each.
 SEPARATE = replace(SCHEDULE, name="apple_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

@@ -67,5 +67,5 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.bias(backward_bias),),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
 )

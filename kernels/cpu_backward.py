@@ -185,6 +185,6 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.backward(backward, DQ, DK_SUMS, DV_SUMS),),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
   mixed=True,
 )

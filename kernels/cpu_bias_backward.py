@@ -126,6 +126,6 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.bias(backward_bias),),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
   mixed=True,
 )

@@ -374,7 +374,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
   tf32=True,
 )
 # For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.

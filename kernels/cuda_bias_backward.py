@@ -129,6 +129,6 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.bias(backward_bias),),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
   tf32=True,
 )

@@ -287,5 +287,5 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
 )

@@ -302,5 +302,5 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
 )

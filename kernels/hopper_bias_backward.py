@@ -162,5 +162,5 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16,
   kernels=(Kernel.bias(backward_bias),),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
 )

@@ -263,6 +263,6 @@ SCHEDULE = Schedule(
     Kernel(forward, (O.written, Q, K.unread, V.unread, LSE.written, K_PARTS, V_PARTS)),
   ),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
   preferred=preferred,
 )

@@ -3,8 +3,8 @@
 FlashAttention-2 (Dao, 2023) with the pipeline of FlashAttention-3 (Shah et al., 2024). A workgroup has a block of keys
 and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a warpgroup's keys:
     start S = K Q^T, then dP = V dO^T      (64, 64)      from shared memory
-    wait for S, compute P                  start dV += P dO          (64, Dv)
-    wait for dP, compute dS                to shared memory
+    wait for S, compute P; wait for dP, compute dS, to shared memory
+    start dV += P dO                       (64, Dv)
     start dK += dS Q                       (64, Dk)
 Before the last dK of the tile is started:
     sync, start dQ = dS^T K                (64, 64)
@@ -26,10 +26,11 @@ the semaphores to 0; `backward` is the pass; `finish` rounds dQ. `preferred` say
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). Spills of nvcc 13, in bytes: at D=64 with a causal mask 4 (NVRTC: 24); at
-D=128 with an additive mask 8 (causal 48), and with dropout 60 (causal 212).
+(`uopattn.dsl.nvidia.gradient_pipeline`). nvcc 13 spills nothing without score functions.
 
-Speed on an H200, N=4096: 506 TFLOP/s at D=128 and 450 at D=64, causal 451 and 400, 1.06 to 1.17 times cuDNN.
+With score functions at head sizes above 64, dV is started before dP is waited for, as otherwise more would spill.
+
+Speed on an H100, bfloat16, N=4096: 532 TFLOP/s at D=128 and 478 at D=64, causal 470 and 427.
 scripts/results/KERNELS.md has more.
 """
 
@@ -364,7 +365,7 @@ class Mainloop:
 
   @property
   def warpgroup(self) -> UOp:
-    return self.group.warp // WARPS
+    return wgmma.uniform(self.group.warp) // WARPS
 
   @property
   def splits_columns(self) -> bool:
@@ -414,6 +415,7 @@ class Mainloop:
     number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
     columns = queries_of_columns(UOp.const(0), BLOCK, self.group.lane)
     queries = queries_of_columns(tile * BLOCK, BLOCK, self.group.lane)
+    early = self.splits_columns and rules.rules.has_score_mods  # else P is packed with dS, for want of registers
     begun = pipe.q.wait(number, *after, *(x for of_tile in sums for x in of_tile))
     for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
       begun = self.start_scores(i, pipe.k, pipe.q.tile(number), scores[0], begun)
@@ -426,15 +428,18 @@ class Mainloop:
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = self.elements(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
-      left = self.packed(words[0], dropped(rules, score_rows, p), ready)
-      started = self.start_sum(of_dv, left, pipe.do.tile(number), ready)
-      ready = wait_for(1, scores[1], started)
+      before, kept = ready, dropped(rules, score_rows, p)
+      if early:
+        ready = self.start_dv(words[0], kept, of_dv, number, before)
+      ready = wait_for(int(early), scores[1], ready)
       delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
       ds = self.packed(
         words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready
       )
       begun = UOp.group(*self.store_ds(i, number, ds))
+      if not early:
+        begun = UOp.group(begun, self.start_dv(words[0], kept, of_dv, number, before, ready))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
         begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), begun))
     started = self.start_part(number, part, self.sync(CUDA.fence_proxy_async(begun)))
@@ -477,6 +482,10 @@ class Mainloop:
     steps, panels = tile.rows // wgmma.K, (0, tile.panel)
     address = tile.after(*after).address()
     return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, registers=True)
+
+  def start_dv(self, words: UOp, p: Elements, of_dv: UOp, number: UOp, scored: UOp, *after: UOp) -> UOp:
+    """Start dV += P dO, where P is rounded to `words` once S is there (`scored`)."""
+    return self.start_sum(of_dv, self.packed(words, p, scored), self.pipe.do.tile(number), scored, *after)
 
   def store_ds(self, row_tile: int, number: UOp, words: UOp) -> list[UOp]:
     """Store this warp's rows of dS, of a tile of keys, to shared memory."""
@@ -546,6 +555,6 @@ SCHEDULE = Schedule(
     Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("tiles", "scale")),
   ),
   tiles=Tiles,
-  unsupported=("scales", "page_table"),
+  unsupported=("scales", "page_table", "indices"),
   preferred=preferred,
 )

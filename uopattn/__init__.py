@@ -20,6 +20,7 @@ from uopattn.api.kv_cache import KVCache  # noqa: E402
 from uopattn.api.merge import merge_states  # noqa: E402
 from uopattn.api.paged import attention_paged  # noqa: E402
 from uopattn.api.ring_cache import RingCache  # noqa: E402
+from uopattn.api.sparse import attention_sparse  # noqa: E402
 from uopattn.api.varlen import attention_varlen  # noqa: E402
 from uopattn.integrate.patch import patch  # noqa: E402
 from uopattn.spec.block_mask import BlockMask  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
   "append_paged",
   "attention",
   "attention_paged",
+  "attention_sparse",
   "attention_varlen",
   "flash",
   "merge_states",

@@ -124,19 +124,22 @@ def test_a_part_that_goes_by_its_own_numbers_is_noticed(monkeypatch: pytest.Monk
 
 
 def with_biases(axis: int | None) -> dict[str, Any]:
-  """An additive mask, and a score_mod that reads by head, distance, batch and key, by buckets and pairs."""
+  """An additive mask, and a score_mod whose reads depend on what is divided: by head and distance, or by batch."""
   random = np.random.default_rng(2)
 
   def normal(*shape: int) -> Any:
     return random.standard_normal(shape).astype(np.float32)
 
-  def mod(x: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, table: Any, keys: Any, small: Any, at: Any) -> Any:
-    return (
-      x * keys[b, j] + slopes[h] * (j - i) * 0.1 + table[h, j - i + 39] + small[at[j - i + 39], h] + small[at[i], b]
-    )
+  def of_heads(x: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, small: Any, at: Any) -> Any:
+    return x + slopes[h] * (j - i) * 0.1 + small[at[j - i + 39], h]
 
-  aux = normal(4), normal(4, 87), normal(2, 48), normal(8, 4), random.integers(0, 8, 87).astype(np.int32)
+  def of_batches(x: Any, b: Any, h: Any, i: Any, j: Any, keys: Any, small: Any, at: Any) -> Any:
+    return x * keys[b, j] + small[at[i], b]
+
+  read = normal(2, 48) if axis == 0 else normal(4)
+  aux = read, normal(8, 4), random.integers(0, 8, 87).astype(np.int32)
   mask = normal(*(1 if axis == 0 else 2, 4, 40, 48)), axis if axis == 1 else None
+  mod = of_batches if axis == 0 else of_heads
   return {"attn_mask": mask, "score_mod": mod, "aux": tuple((x, None) for x in aux), "is_causal": True}
 
 
@@ -165,7 +168,7 @@ def test_biases_by_kernels(axis: int | None) -> None:
       options = with_biases(axis) | {"dropout_p": 0.2}
       found.append(computed(arrays(*HEADS), (axis,) * 3, devices, gradients=True, biases=True, **options))
   near(found[0], found[1], np.float32)
-  assert [x.uop.axis for x in found[1][5:]] == [*[None] * 4, axis if axis == 1 else None]
+  assert [x.uop.axis for x in found[1][5:]] == [None, None, axis if axis == 1 else None]
 
 
 @pytest.mark.usefixtures("no_plain_ops")

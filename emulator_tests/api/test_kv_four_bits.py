@@ -20,7 +20,10 @@ B, HQ, HKV, N, DK, DV, LENGTH = 2, 4, 2, 90, 32, 48, 77
 
 def filled(kind: str, rows: tuple[Array, Array]) -> KVCache:
   cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device="CPU")
-  cache.append(*(Tensor(x, device="CPU") for x in rows), 0)
+  k, v = (Tensor(x, device="CPU") for x in rows)
+  cache.append(k, v, 0)
+  assert cache.k_scale is not None
+  assert cache.v_scale is not None
   Tensor.realize(cache.k, cache.v, cache.k_scale, cache.v_scale)
   return cache
 

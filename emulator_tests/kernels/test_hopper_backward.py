@@ -184,18 +184,17 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 @pytest.mark.parametrize(
-  ("D", "causal", "spilled"),
+  ("D", "causal"),
   [
-    (128, True, 0),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, 0), (64, False, 0), (64, True, 4))),
+    (128, True),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False), (64, False), (64, True))),
   ],
 )
-def test_no_spills(D: int, causal: bool, spilled: int) -> None:
-  """But for one word at D=64 with a causal mask."""
+def test_no_spills(D: int, causal: bool) -> None:
   spec = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None))
   for launch in dispatch_backward(spec, Target("CUDA", "sm_90")):
     said = by_nvcc(rendered(launch.graph(), "sm_90"), "sm_90")[1]
-    assert figure(said, "bytes spill stores") <= spilled
+    assert figure(said, "bytes spill stores") == 0
     assert "serializ" not in said
 
 

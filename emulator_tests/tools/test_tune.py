@@ -496,6 +496,11 @@ def test_one_line_for_what_is_not_understood(
   assert message in said.err
 
 
+def test_a_case_says_how_its_keys_are_stored() -> None:
+  names = [str(Case.of(spec, "CPU")).split(" float")[1] for spec in (spec_of(), cache_of_8_bits(), pages())]
+  assert names == ["", " with keys in char causal", " in pages of 8 causal"]
+
+
 def test_the_module_is_a_program_and_the_object() -> None:
   check_both = "import uopattn, uopattn.tune; from uopattn import tune; assert uopattn.tune is tune; tune.clear"
   assert subprocess.run([sys.executable, "-c", check_both]).returncode == 0
@@ -522,8 +527,23 @@ def with_tensors() -> AttentionSpec:
   )
 
 
+def cache_of_8_bits() -> AttentionSpec:
+  q, k, v = (Tensor.empty(2, *shape) for shape in ((4, 3, 16), (2, 24, 16), (2, 24, 8)))
+  scales, lengths = (Tensor.empty(2, 2, 24), Tensor.empty(2, 2, 24)), Tensor.empty(2, dtype=dtypes.int)
+  options: dict[str, Any] = {"scales": scales, "kv_lengths": lengths, "q_start": lengths, "is_causal": True}
+  return make_spec(q, k.cast(dtypes.int8), v.cast(dtypes.int8), Arguments(enable_gqa=True, **options))
+
+
+def pages() -> AttentionSpec:
+  """Two sequences of three places in the table each, over a pool of five pages."""
+  q, k, v = (Tensor.empty(*shape) for shape in ((2, 4, 3, 16), (5, 2, 8, 16), (5, 2, 8, 16)))
+  table, lengths = Tensor.empty(2, 3, dtype=dtypes.int), Tensor.empty(2, dtype=dtypes.int)
+  options: dict[str, Any] = {"page_table": table, "kv_lengths": lengths, "q_start": lengths, "is_causal": True}
+  return make_spec(q, k, v, Arguments(enable_gqa=True, **options))
+
+
 @pytest.mark.each("case", "scores")
-@pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
+@pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors, cache_of_8_bits, pages])
 @pytest.mark.parametrize("scores", [1 << 23, 500])
 def test_inputs_are_made_for_a_spec(
   case: Callable[[], AttentionSpec], scores: int, monkeypatch: pytest.MonkeyPatch
@@ -536,6 +556,22 @@ def test_inputs_are_made_for_a_spec(
   assert trial.check([out, lse]) == []
   assert trial.check([out[..., ::-1], lse]) != []
   assert trial.check([out, lse + np.float32(0.01)]) != []
+
+
+@pytest.mark.parametrize(("case", "name"), [(cache_of_8_bits, "scales"), (pages, "page_table")])
+def test_each_scale_of_a_key_and_each_page_is_checked(case: Callable[[], AttentionSpec], name: str) -> None:
+  spec = measured(case())
+  trial = Trial.of(spec, "CPU")
+  runner = trial.runner((dispatch.dispatch(spec, target_of("CPU")),))
+  for x in trial.given[name]:
+    right = x.numpy()
+    for b in range(2):
+      wrong = right.copy()
+      wrong[b] = np.roll(right[b], 1, axis=-1)
+      x.assign(Tensor(wrong)).realize()
+      assert trial.check(runner.result()) != []
+    x.assign(Tensor(right)).realize()
+  assert trial.check(runner.result()) == []
 
 
 @pytest.mark.slow

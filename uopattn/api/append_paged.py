@@ -1,20 +1,56 @@
 """`append_paged`: new keys and values, written into the pages of a KV cache."""
 
-from typing import Any
+from typing import Any, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import capturing
 
+from uopattn.api.norm_rope import NewQueries, NormRopeOptions
 from uopattn.api.paged import at_hand, check_table, numbers_at_hand, table_of_ints
 from uopattn.dsl import sizes
+from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
 from uopattn.kernels.append import PagedRows
 from uopattn.plan.append import append_call, is_memory
 from uopattn.spec.arguments import Sizes, as_scale, check_place, check_scale, check_tensor_of, of_heads
 from uopattn.spec.layout import base_of
-from uopattn.spec.shards import part_of, sharded_axis
+from uopattn.spec.shards import joined, part_of, sharded_axis
 from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
+
+
+@overload
+def append_paged(
+  k: Tensor,
+  v: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  start: int | UOp | Tensor,
+  *,
+  lengths: Tensor | None = None,
+  k_scale: float | Tensor | None = None,
+  v_scale: float | Tensor | None = None,
+  q: None = None,
+  **options: Unpack[NormRopeOptions],
+) -> None: ...
+
+
+@overload
+def append_paged(
+  k: Tensor,
+  v: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  start: int | UOp | Tensor,
+  *,
+  lengths: Tensor | None = None,
+  k_scale: float | Tensor | None = None,
+  v_scale: float | Tensor | None = None,
+  q: Tensor,
+  **options: Unpack[NormRopeOptions],
+) -> Tensor: ...
 
 
 def append_paged(
@@ -28,7 +64,9 @@ def append_paged(
   lengths: Tensor | None = None,
   k_scale: float | Tensor | None = None,
   v_scale: float | Tensor | None = None,
-) -> None:
+  q: Tensor | None = None,
+  **options: Unpack[NormRopeOptions],
+) -> Tensor | None:
   """Write new keys and values into pages, in place, with one kernel.
 
   Key i of sequence b is written to row (start[b] + i) % page_size of page page_table[b, (start[b] + i) // page_size]:
@@ -61,6 +99,11 @@ def append_paged(
     k_scale, v_scale: divisors of k and v before they are rounded to 8 bits, to nearest: the k_scale and v_scale of
       `attention_paged`. Each is a number or a float Tensor that broadcasts to (B, Hkv); None is 1. Numbers out of the
       range become the largest of the dtype.
+    q, rotary_cos, rotary_sin, rotary_interleaved, q_norm_weight, k_norm_weight, norm_eps: as in `KVCache.append`, with
+      the positions in the sequence, not in the pages.
+
+  Returns:
+    q rotated and normalized, as in `KVCache.append`; None without q.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
@@ -81,28 +124,32 @@ def append_paged(
   scales = [_scale(name, x, k, k_pages) for name, x in given.items()] if has_scales else []
   M, (P, _, page_size, _) = sizes(k)[2], sizes(k_pages)
   place = PagedRows(P, page_size, sizes(table)[1])
-  _check_values(table, start, lengths, M, place)
+  new = NewQueries.of("append_paged", q, k, "k_pages", options)
+  _check_values(table, start, lengths, M, place, new.limit(FAR, "")[0])
   if 0 in (*sizes(k), place.count, place.entries):
-    return
+    return new.q
   axis = sharded_axis("k_pages", k_pages) if isinstance(k_pages.device, tuple) else None
-  pages, new = ([part_of(x, axis) for x in xs] for xs in ((k_pages, v_pages), (k, v)))
+  pages, rows = ([part_of(x, axis) for x in xs] for xs in ((k_pages, v_pages), (k, v)))
   for name, x in zip(("k_pages", "v_pages"), pages, strict=True):
     if not is_memory(x) or axis not in (1, None):
       accepted = "a realized Tensor or a strided view of one, on several devices whole or sharded by heads"
       raise ValueError(f"{name} is no memory to write to; it must be {accepted}")
-  call = append_call(
+  call, q = append_call(
     pages,
-    new,
+    rows,
     _whole(near(start)),
     place,
     tables=[_whole(table_of_ints(table, P))],
     lengths=_whole(near(lengths)),
     head_scales=[part_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
+    q=None if new.q is None else part_of(new.q, axis),
+    norm_rope=new.change,
   )
   for x, part in zip((k_pages, v_pages), pages, strict=True):
     base = base_of(part.uop)
     written = part.uop.substitute({base: base.after(call)}, walk=True)
     x.replace(Tensor(written if axis is None else written.unshard(axis)))
+  return None if q is None else joined(q, axis)
 
 
 def _whole(x: Any) -> Any:
@@ -166,8 +213,14 @@ def _scale(name: str, scale: float | Tensor | None, k: Tensor, k_pages: Tensor) 
   return of_heads(found)[0]
 
 
-def _check_values(table: Tensor, start: int | UOp | Tensor, lengths: Tensor | None, M: int, place: PagedRows) -> None:
-  """Check positions and page ids, as far as they are known without computing. Raises ValueError."""
+def _check_values(
+  table: Tensor, start: int | UOp | Tensor, lengths: Tensor | None, M: int, place: PagedRows, known: int
+) -> None:
+  """Check positions and page ids, as far as they are known without computing; `known` positions can be rotated.
+
+  Raises:
+    ValueError: a number is out of its range.
+  """
   B, most = sizes(table)[0], place.entries * place.size
   if capturing or (starts := numbers_at_hand(start, B)) is None:
     return
@@ -183,6 +236,11 @@ def _check_values(table: Tensor, start: int | UOp | Tensor, lengths: Tensor | No
       raise ValueError(
         f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {most - count}, as page_table "
         f"has {place.entries} pages of {place.size} keys"
+      )
+    if first + count > known:
+      raise ValueError(
+        f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {known - count}, as rotary_cos "
+        f"has {known} positions"
       )
     if entries is None:
       continue

@@ -6,6 +6,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import capturing
 
+from uopattn.api.norm_rope import NewQueries
 from uopattn.api.paged import at_hand
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.four_bits import GROUP, columns_in
@@ -111,8 +112,11 @@ class CacheMemory:
   def _scales(self) -> tuple[Tensor, Tensor] | None:
     return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
 
-  def _start(self, start: int | UOp | Tensor, M: int, N_max: int) -> int | UOp | Tensor:
+  def _start(self, start: int | UOp | Tensor, M: int, N_max: int, of: str = "the cache's") -> int | UOp | Tensor:
     """Return `start`, a Tensor as int32 on the cache's device.
+
+    Args:
+      of: whose number of positions N_max is.
 
     Raises:
       TypeError: it is of a wrong type.
@@ -121,7 +125,7 @@ class CacheMemory:
     B = sizes(self.k)[0]
     start = placed(start, self._device)
     check_place("start", start, B)
-    accepted = f"for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}"
+    accepted = f"for {M} of {of} {N_max} positions it must be from 0 to {N_max - M}"
     if not isinstance(start, Tensor):
       low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
       if low < 0 or high + M > N_max:
@@ -135,23 +139,40 @@ class CacheMemory:
     return cast(Tensor, near(start))
 
   def _write(
-    self, k: Tensor, v: Tensor, start: int | UOp | Tensor, place: Place, lengths: Tensor | None = None
-  ) -> None:
-    """Write new keys and values, if there are any, and their scales if the cache has 8 or 4 bits.
+    self,
+    k: Tensor,
+    v: Tensor,
+    start: int | UOp | Tensor,
+    place: Place,
+    new: NewQueries,
+    lengths: Tensor | None = None,
+  ) -> Tensor | None:
+    """Write new keys and values, if there are any, and their scales if the cache has 8 or 4 bits; return the queries.
 
     Args:
       lengths: (B,) int32, the number of new keys of each sequence; None is all.
+
+    Raises:
+      ValueError: queries or keys are to be rotated or normalized, which a cache of 4 bits does not do.
     """
+    if self._four is not None and new.change is not None:
+      raise ValueError(
+        f"rotary positions or norms are given for a cache in {self._four.name}; it takes keys that have them already"
+      )
     if 0 in (*sizes(k), *sizes(self.k)):
-      return
+      return new.q
     axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None
     of_sequence = 0 if axis == 0 else None
-    held, new, scales = ([part_of(x, axis) for x in xs] for xs in ((self.k, self.v), (k, v), self._scales or ()))
+    held, rows, scales = ([part_of(x, axis) for x in xs] for xs in ((self.k, self.v), (k, v), self._scales or ()))
     start = part_of(start, of_sequence) if isinstance(start, Tensor) else start
     lengths = None if lengths is None else part_of(lengths, of_sequence)
-    call = append_call(held, new, start, place, row_scales=scales, lengths=lengths, four=self._four)
+    q = None if new.q is None else part_of(new.q, axis)
+    call, q = append_call(
+      held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
+    )
     parts = [x.uop.after(call) for x in (*held, *scales)]
     found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
     self.k, self.v = found[:2]
     if scales:
       self.k_scale, self.v_scale = found[2:]
+    return None if q is None else joined(q, axis)

@@ -7,6 +7,7 @@ from tinygrad.dtype import DType
 
 from uopattn.api.attention import attend
 from uopattn.api.cache_memory import CacheMemory
+from uopattn.api.norm_rope import NewQueries, NormRopeOptions
 from uopattn.dsl import sizes
 from uopattn.kernels.append import Rows
 from uopattn.spec.arguments import Arguments, CacheOptions
@@ -30,8 +31,8 @@ class KVCache(CacheMemory):
   that holds NaN or infinity has the scale NaN. k and v appended to an 8-bit cache have gradients of 0, as rounding has;
   q has its usual gradient.
 
-  A cache of "int4" or "nvfp4" has 4 bits per element, 16 of which share a scale of 8 bits, besides the scale of the row;
-  Dk and Dv are multiples of 16. Numbers are -7 to 7, or 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. For normal
+  A cache of "int4" or "nvfp4" has 4 bits per element, 16 of which share a scale of 8 bits, besides the scale of the
+  row; Dk and Dv are multiples of 16. Numbers are -7 to 7, or 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. For normal
   random rows the rounding error is 0.086 and 0.095 of a row's root mean square; with channels of very different sizes
   (lognormal) 0.11 and 0.091. An 8-bit cache has 0.007.
 
@@ -93,24 +94,59 @@ class KVCache(CacheMemory):
       raise ValueError(f"N_max is {N_max!r}; it must be an int >= 0")
     super().__init__(B, Hkv, N_max, Dk, Dv, dtype, device, axis)
 
-  def append(self, k: Tensor, v: Tensor, start: int | UOp | Tensor) -> None:
+  @overload
+  def append(
+    self, k: Tensor, v: Tensor, start: int | UOp | Tensor, *, q: None = None, **options: Unpack[NormRopeOptions]
+  ) -> None: ...
+
+  @overload
+  def append(
+    self, k: Tensor, v: Tensor, start: int | UOp | Tensor, *, q: Tensor, **options: Unpack[NormRopeOptions]
+  ) -> Tensor: ...
+
+  def append(
+    self,
+    k: Tensor,
+    v: Tensor,
+    start: int | UOp | Tensor,
+    *,
+    q: Tensor | None = None,
+    **options: Unpack[NormRopeOptions],
+  ) -> Tensor | None:
     """Write the keys and values of M positions, from position `start` on.
 
     Prompts of different lengths may be padded: `attend` from a sequence's own length on sees no padding, and later keys
     are written over it.
+
+    The same kernel can apply rotary positions and RMS norms, as models do before attention: to k before it is written,
+    and to q, which is returned for `attend`. A row x becomes x / sqrt(mean(x^2) + norm_eps) * weight. Then pair (a, b)
+    of the first rotary_dim elements of the row at position p becomes (a cos - b sin, b cos + a sin), with the cosine
+    and sine of row p and of the pair's column. All of this is in float32, and rounded once, to the dtype of q or of the
+    cache.
 
     Args:
       k: (B, Hkv, M, Dk), in the cache's dtype; for a cache of 8 or 4 bits float32, float16 or bfloat16. M may be 0.
       v: (B, Hkv, M, Dv), as k.
       start: int, bound Variable, an expression of Variables, or (B,) Tensor of any integer dtype, with a position for
         each sequence. An int is compiled for that position only.
+      q: (B, Hq, M, Dk), the queries of the same positions, float32, float16 or bfloat16; Hq is a multiple of Hkv.
+      rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32, float16 or bfloat16, for pairs of the first
+        rotary_dim elements; the others stay as they are. Realize them once for all steps and layers.
+      rotary_interleaved: whether pairs are elements 2 i and 2 i + 1, as in GPT-J and GGUF files of Llama, not i and
+        i + rotary_dim / 2, as in GPT-NeoX and Hugging Face's Llama. To be given with rotary_cos.
+      q_norm_weight, k_norm_weight: (Dk,), likewise float; Gemma's, which it adds 1 to, plus 1.
+      norm_eps: of both norms; None is 1e-6.
+
+    Returns:
+      q rotated and normalized, (B, Hq, M, Dk) in q's dtype; None without q. It has no gradient, nor has k.
 
     Raises:
       TypeError: a dtype, or the type of `start`, is not accepted.
       ValueError: a shape or device does not fit, or the last position could lie at or beyond N_max. For a Variable its
         largest value counts, as a `TinyJit` checks no values when it replays. A Tensor is checked if it is realized or
         made of Python or numpy numbers, outside of a `TinyJit`; on a GPU this waits for pending work. Otherwise
-        positions outside of the cache are not written.
+        positions outside of the cache are not written. The same holds for positions that rotary_cos lacks, whose q
+        becomes NaN.
 
     Example:
       >>> from tinygrad import Tensor
@@ -126,10 +162,22 @@ class KVCache(CacheMemory):
       >>> cache.append(Tensor([[[[1.0]]], [[[2.0]]]]), Tensor.ones(2, 1, 1, 1), Tensor([0, 3]))
       >>> cache.k.flatten(1).tolist()
       [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]]
+
+      Queries and keys rotated by 90 degrees more at each position:
+
+      >>> cos, sin = Tensor([[1.0], [0.0], [-1.0], [0.0]]), Tensor([[0.0], [1.0], [0.0], [-1.0]])
+      >>> cache = KVCache(1, 1, 4, 2)
+      >>> k = q = Tensor([[[[1.0, 2.0]]]])
+      >>> rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": True}
+      >>> cache.append(k, k, 1, q=q, **rotary).tolist()
+      [[[[-2.0, 1.0]]]]
+      >>> cache.k.tolist()
+      [[[[0.0, 0.0], [-2.0, 1.0], [0.0, 0.0], [0.0, 0.0]]]]
     """
     k, v = self._rows(k, v)
-    N_max = sizes(self.k)[2]
-    self._write(k, v, self._start(start, sizes(k)[2], N_max), Rows(N_max))
+    N_max, new = sizes(self.k)[2], NewQueries.of("KVCache.append", q, k, "the cache", options)
+    start = self._start(start, sizes(k)[2], *new.limit(N_max, "the cache's"))
+    return self._write(k, v, start, Rows(N_max), new)
 
   @overload
   def attend(

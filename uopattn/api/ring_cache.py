@@ -9,6 +9,7 @@ from tinygrad.dtype import DType
 from uopattn.api.attention import attend
 from uopattn.api.cache_memory import CacheMemory
 from uopattn.api.merge import merge_states
+from uopattn.api.norm_rope import NewQueries, NormRopeOptions
 from uopattn.dsl import least, sizes
 from uopattn.dsl.rules.masks import FAR
 from uopattn.kernels.append import Ring
@@ -93,7 +94,40 @@ class RingCache(CacheMemory):
     self._place = Ring(sink_tokens, window + M_max - 1)
     super().__init__(B, Hkv, sink_tokens + window + M_max - 1, Dk, Dv, dtype, device, axis)
 
-  def append(self, k: Tensor, v: Tensor, start: int | UOp | Tensor, *, lengths: Tensor | None = None) -> None:
+  @overload
+  def append(
+    self,
+    k: Tensor,
+    v: Tensor,
+    start: int | UOp | Tensor,
+    *,
+    lengths: Tensor | None = None,
+    q: None = None,
+    **options: Unpack[NormRopeOptions],
+  ) -> None: ...
+
+  @overload
+  def append(
+    self,
+    k: Tensor,
+    v: Tensor,
+    start: int | UOp | Tensor,
+    *,
+    lengths: Tensor | None = None,
+    q: Tensor,
+    **options: Unpack[NormRopeOptions],
+  ) -> Tensor: ...
+
+  def append(
+    self,
+    k: Tensor,
+    v: Tensor,
+    start: int | UOp | Tensor,
+    *,
+    lengths: Tensor | None = None,
+    q: Tensor | None = None,
+    **options: Unpack[NormRopeOptions],
+  ) -> Tensor | None:
     """Write the keys and values of M positions, from position `start` on, over the oldest ones.
 
     Of more positions than the ring has rows, the last are kept, and the sink tokens.
@@ -105,6 +139,11 @@ class RingCache(CacheMemory):
         each sequence. An int is compiled for that position only.
       lengths: (B,) integer Tensor, the number of new keys of each sequence: only the first lengths[b] of k and v are
         written, as for prompts of different lengths. Others than 0 to M are clamped. None is M.
+      q, rotary_cos, rotary_sin, rotary_interleaved, q_norm_weight, k_norm_weight, norm_eps: as in `KVCache.append`.
+        Positions are those of the text, so cos and sin have as many rows as the text may have positions.
+
+    Returns:
+      q rotated and normalized, as in `KVCache.append`; None without q.
 
     Raises:
       TypeError, ValueError: an argument does not fit, as in `KVCache.append`.
@@ -122,7 +161,9 @@ class RingCache(CacheMemory):
     if (lengths := placed(lengths, self._device)) is not None:
       check_tensor_of("lengths", lengths, (sizes(self.k)[0],), dtypes.ints, "an integer dtype")
       check_device("lengths", lengths, self._device, "the cache")
-    self._write(k, v, self._start(start, sizes(k)[2], FAR), self._place, near(lengths))
+    new = NewQueries.of("RingCache.append", q, k, "the cache", options)
+    start = self._start(start, sizes(k)[2], *new.limit(FAR, "the cache's"))
+    return self._write(k, v, start, self._place, new, near(lengths))
 
   @overload
   def attend(

@@ -148,7 +148,9 @@ def described(spec: AttentionSpec) -> str:
   """Return an attention as a line of text, in the runner's keys."""
   s = spec
   sizes = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv}"
-  return f"{sizes} {dtype_name(s.dtype)}{' causal' * s.is_causal}"
+  keys = f" with keys in {dtype_name(s.stored)}" if s.stored != s.dtype else ""
+  keys += f" in pages of {s.pages[1]}" if s.pages else ""
+  return f"{sizes} {dtype_name(s.dtype)}{keys}{' causal' * s.is_causal}"
 
 
 def normal(shape: tuple[int, ...], dtype: DType, random: np.random.Generator, device: str | None = None) -> Array:

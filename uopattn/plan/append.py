@@ -13,13 +13,17 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import clamp, sizes
 from uopattn.dsl.instruction import typed
 from uopattn.dsl.rules.masks import FAR
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.scope import View
 from uopattn.kernels.append import Operand, Place, append
+from uopattn.plan.launch import empty
+from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import bound_variables, in_kernel
 from uopattn.spec.layout import Layout, base_of, flat_base, in_memory, strided
 from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.spec import Input
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,10 @@ class Append:
     tables: shapes of the int32 buffers that `place` reads.
     start: the first position, the same for all sequences; None if a (B,) int32 buffer has them.
     has_lengths: whether a (B,) int32 buffer has the number of new keys of each sequence.
-    four: the format of the targets if they have 4 bits.
     head_scales: the shapes of the scales of the heads of k and of v, (B or 1, heads or 1); None if they have none.
+    queries: of the same positions; None if there are none.
+    norm_rope: what becomes of queries and keys; None if nothing does.
+    four: the format of the targets if they have 4 bits.
   """
 
   targets: tuple[Memory, Memory]
@@ -80,7 +86,9 @@ class Append:
   start: int | UOp | None
   has_lengths: bool
   head_scales: tuple[tuple[int, int], ...] | None
-  four: DType | None
+  queries: Memory | None = None
+  norm_rope: NormRopeSpec | None = None
+  four: FourBits | None = None
 
   def graph(self, on_cpu: bool) -> UOp:
     """Build the kernel on buffers with slots from 0 on."""
@@ -94,13 +102,17 @@ class Append:
     if self.row_scales is not None:
       blocks, *rest = self.row_scales
       row_scales = [buffer(self.row_scales, dtypes.float).reshape(blocks * rest[0], rest[1]) for _ in targets]
+    q = self.queries
+    rotated = None if q is None else Memory(q.shape, q.dtype, None).argument(next(slots))
     sources = [x.argument(next(slots)) for x in self.sources]
+    queries = None if q is None else q.argument(next(slots))
     tables = tuple(buffer(x, dtypes.int) for x in self.tables)
     starts = buffer((B,), dtypes.int) if self.start is None else None
     lengths = buffer((B,), dtypes.int) if self.has_lengths else None
     head_scales: list[UOp | None] = [None, None]
     if self.head_scales is not None:
       head_scales = [buffer(x, dtypes.float) for x in self.head_scales]
+    of_queries, of_keys = (None, None) if self.norm_rope is None else self.norm_rope.changes(buffer)
 
     def start(b: UOp) -> UOp:
       if starts is None:
@@ -110,15 +122,20 @@ class Append:
     def count(b: UOp) -> UOp:
       return UOp.const(M) if lengths is None else clamp(lengths[b].load().cast(dtypes.weakint), 0, M)
 
-    operands = [Operand(*x, self.four) for x in zip(sources, targets, row_scales, head_scales, strict=True)]
+    fours = (self.four, self.four)
+    keys, values = map(Operand, sources, targets, row_scales, head_scales, (of_keys, None), fours)
+    new = None if queries is None or rotated is None else Operand(queries, rotated, change=of_queries)
     name = f"append_{B}_{heads}_{M}_{self.sources[0].shape[3]}_{self.sources[1].shape[3]}"
-    return typed(append(*operands, start, count, self.place, tables, (B, heads, M), name, on_cpu))
+    return typed(append(keys, values, start, count, self.place, tables, (B, heads, M), name, on_cpu, new))
 
   def estimates(self) -> Estimates:
     """Estimate the operations and bytes moved, for tinygrad's own reports."""
     counts = [math.prod(x.shape) for x in self.sources]
     pairs = zip(counts, self.sources, self.targets, strict=True)
     moved = sum(n * (a.dtype.itemsize + b.dtype.itemsize) for n, a, b in pairs)
+    if self.queries is not None:
+      counts.append(math.prod(self.queries.shape))
+      moved += 2 * counts[-1] * self.queries.dtype.itemsize
     return Estimates(ops=sum(counts), lds=moved, mem=moved)
 
 
@@ -136,9 +153,13 @@ def append_call(
   tables: Sequence[Tensor] = (),
   lengths: Tensor | None = None,
   head_scales: Sequence[Tensor] = (),
-  four: DType | None = None,
-) -> UOp:
-  """Return the call of the kernel that writes new keys and values to their memory: what is `.after` it has them.
+  four: FourBits | None = None,
+  q: Tensor | None = None,
+  norm_rope: NormRopeTensors | None = None,
+) -> tuple[UOp, Tensor | None]:
+  """Return the call of the kernel that writes new keys and values to their memory, and the queries that it returns.
+
+  What is `.after` the call has the keys and values.
 
   Args:
     targets: the memory of keys and of values, (blocks, heads, rows, D); see `is_memory`.
@@ -151,13 +172,17 @@ def append_call(
     lengths: (B,) int32, the number of new keys of each sequence; None is M.
     head_scales: of keys and of values, (B or 1, heads or 1) float32.
     four: the format of the targets if they have 4 bits; they are (blocks, heads, rows, columns) uint8 then.
+    q: queries of the same positions, (B, query heads, M, D), which become what `norm_rope` says.
+    norm_rope: what becomes of keys before they are written, and of queries.
   """
   variables: tuple[UOp, ...] = ()
   if isinstance(start, UOp):
     known = (v for v in bound_variables(start) if v.src[0].vmin < v.src[0].vmax)  # others are constants
     variables, start = tuple(dict.fromkeys(known)), in_kernel(start)
   buffers = {_buffer(x) for x in targets}
-  sources = [x.contiguous() if _buffer(x) in buffers else x for x in sources]  # rows that may be overwritten meanwhile
+  # Rows that may be overwritten meanwhile are copied.
+  sources = [x.contiguous() if _buffer(x) in buffers else x for x in sources]
+  q = q.contiguous() if q is not None and _buffer(q) in buffers else q
   memories = [tuple(map(Memory.of, pair)) for pair in (targets, sources)]
   call = Append(
     cast(tuple[Memory, Memory], memories[0]),
@@ -168,18 +193,26 @@ def append_call(
     None if isinstance(start, Tensor) else start,
     lengths is not None,
     tuple(cast(tuple[int, int], sizes(x)) for x in head_scales) or None,
+    None if q is None else Memory.of(q),
+    None if norm_rope is None else norm_rope.spec,
     four,
   )
+  device = cast(Devices, targets[0].device)
   outputs = [flat_base("a cache", x, memory.layout) for x, memory in zip(targets, memories[0], strict=True)]
   outputs += row_scales
+  rotated = None if q is None else empty(Input("q", sizes(q), q.dtype), device)
+  outputs += [] if rotated is None else [rotated]
   inputs = [flat_base(name, x, memory.layout) for name, x, memory in zip("kv", sources, memories[1], strict=True)]
+  inputs += [] if q is None or call.queries is None else [flat_base("q", q, call.queries.layout)]
   others = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
+  others += [] if norm_rope is None else norm_rope.tensors
   inputs += map(in_memory, others)
-  device = cast(Devices, targets[0].device)
   kernel, *_ = [prepared(_graph, x, call, target_of(x).device == "CPU") for x in devices_of(device)]
 
   def gradient(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     """As rounding to 8 bits has it, of k and v 0."""
+    if norm_rope is not None:
+      raise NotImplementedError("queries and keys that append rotates or normalizes have no gradients; use plain ops")
     if sources[0].dtype == targets[0].dtype:
       raise NotImplementedError(
         "keys and values that were appended to a cache have no gradients; pass them to attention"
@@ -187,7 +220,8 @@ def append_call(
     zeros = [x.uop.const_like(0) for x in inputs[:2]]
     return (*(None for _ in outputs), *zeros, *(None for _ in (*inputs[2:], *variables)))
 
-  return kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
+  written = kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
+  return written, None if rotated is None else Tensor(rotated.uop.after(written))
 
 
 def _buffer(x: Tensor) -> UOp:

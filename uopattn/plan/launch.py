@@ -14,7 +14,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import as_type
 from uopattn.dsl.instruction import typed
 from uopattn.dsl.rules.bias import BiasWork
-from uopattn.dsl.rules.head_view import Pages, Scales
+from uopattn.dsl.rules.head_view import Chosen, Pages, Scales
 from uopattn.dsl.rules.masks import Table
 from uopattn.dsl.rules.quantized import unit
 from uopattn.dsl.rules.rules import Rules
@@ -176,7 +176,7 @@ class Launch:
     """
     # Like `Tensor.custom_kernel`, but without making placeholders, which takes a fifth of an eager call.
     buffers, outputs = self.buffers(), [x.name for x in self.own if x.mode == "write"]
-    given = {x.name: (_empty(x, device),) for x in buffers if x.name in outputs} | dict(given)
+    given = {x.name: (empty(x, device),) for x in buffers if x.name in outputs} | dict(given)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in given[name]]
     variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
     call = self.build(device).call(*(x.uop for x in tensors), *variables, grad_fxn=gradient)
@@ -187,7 +187,7 @@ def _graph(launch: Launch, slots: tuple[int, ...] | None) -> tuple[UOp, Estimate
   return launch.graph(slots), launch.estimates()
 
 
-def _empty(x: Input, device: Devices) -> Tensor:
+def empty(x: Input, device: Devices) -> Tensor:
   """Return a new output; like `Tensor.empty`, but in half the time.
 
   In a `tinygrad.function` a new buffer would be an implicit input, and is `Tensor.invalids` instead.
@@ -219,6 +219,10 @@ def rules_of(
     given["bias_slope"] = spec.score_mod.slope(tables["aux"], spec.bias.read)
   if "page_table" in given:
     given["pages"] = Pages(given.pop("page_table"), *spec.kept)
+  if "indices" in given:
+    table, counts = given.pop("indices")
+    given["pages"] = Chosen(table, *spec.kept, counts=counts, queries=spec.B // spec.kept[0])
+    given["kv_lengths"] = counts
   return Rules(
     spec.M,
     spec.N,

@@ -59,6 +59,8 @@ def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
     x = x * arguments.scales[values].unsqueeze(-1)
   if arguments.page_table is not None:
     x = _one_after_another(x, arguments.page_table)
+  if arguments.indices is not None:
+    x = _chosen(x, arguments.indices)
   scale = arguments.v_scale if values else arguments.k_scale
   x = x if scale is None else x * _of_heads(scale)
   if arguments.kv_lengths is not None:
@@ -80,6 +82,24 @@ def _one_after_another(x: Tensor, table: Tensor) -> Tensor:
   """Gather keys or values from pages (P, Hkv, page_size, D) into (B, Hkv, N, D). Invalid page ids read another page."""
   (B, max_pages), (P, Hkv, page_size, D) = sizes(table), sizes(x)
   return x[table.clip(0, P - 1)].transpose(1, 2).reshape(B, Hkv, max_pages * page_size, D)
+
+
+def _chosen(x: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
+  """Gather the keys or values that each sequence has chosen from (batches, Hkv, keys, D), as (B, Hkv, N, D).
+
+  They are 0 where an entry names no key.
+  """
+  (batches, heads, keys, D), B = sizes(x), sizes(indices[0])[0]
+  first = Tensor.arange(B).reshape(B, 1, 1) // (B // batches) * heads + Tensor.arange(heads).reshape(1, heads, 1)
+  rows = x.reshape(-1, D)[first * keys + indices[0].clip(0, keys - 1)]
+  return _is_chosen(indices, keys).unsqueeze(-1).where(rows, 0)
+
+
+def _is_chosen(indices: tuple[Tensor, ...], keys: int) -> Tensor:
+  """Return whether each entry names a key, (B, Hkv or 1, N)."""
+  table, *lengths = indices
+  found = (table >= 0) & (table < keys)
+  return found & (Tensor.arange(table.shape[2]) < lengths[0].reshape(-1, 1, 1)) if lengths else found
 
 
 def _without_page(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
@@ -158,6 +178,10 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   ranges += [] if arguments.kv_lengths is None else [Lengths()]
   ranges += [] if arguments.bounds is None else [Bounds()]
   rules: list[Tensor] = []
+  if arguments.indices is not None:
+    assert spec.pages is not None
+    seen = _is_chosen(arguments.indices, spec.pages[1])
+    rules.append(seen.repeat_interleave(spec.Hq // sizes(seen)[1], 1).unsqueeze(2))
   for x in ranges:
     first, last = x.first(at, i), x.last(at, i)
     rules += [] if first is None else [j >= first]

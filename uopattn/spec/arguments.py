@@ -262,6 +262,9 @@ class Arguments:
     four: the format of k and v in 4 bits, see `uopattn.dsl.rules.four_bits`; they have scales too.
     q_scale, k_scale, v_scale: factors on q, k and v; (B or 1, Hkv or 1) once `settled`.
     page_table: the page table of `attention_paged`, (B, max_pages) int32.
+    indices: the keys that `attention_sparse` lets each of B sequences of one query see: their numbers among the keys of
+      a batch, (B, Hkv or 1, top_k) int32. Another Tensor tells how many of them count: as users give it, (B,) int32, or
+      none; as kernels take it always, (B, Hkv or 1) int32. Entries beyond that, and of another number, are no keys.
   """
 
   is_causal: bool = argument(False, check=check_flag, feature="", mask=lambda x: Window.of(None, 0) if x else ())
@@ -301,6 +304,9 @@ class Arguments:
   k_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
   v_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
   page_table: Tensor | None = argument(tensors=lambda x: [x], axes="b")
+  indices: tuple[Tensor, ...] | None = argument(
+    tensors=list, refusal="has no code for keys that each query chooses, as attention_sparse has them"
+  )
   aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, has_gradient=True)
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
 
@@ -343,6 +349,11 @@ class Arguments:
     """The arguments in use: name, declaration and value."""
     values = ((name, declared, getattr(self, name)) for name, declared in ARGUMENTS.items())
     return [(name, x, value) for name, x, value in values if value is not None or x.default is not None]
+
+  @property
+  def pages_keys(self) -> bool:
+    """Whether keys are found through a table, so that k and v have no batch for each batch of q."""
+    return self.page_table is not None or self.indices is not None
 
   def in_use(self) -> tuple[str, ...]:
     """Return the features that a kernel must support; every kernel supports every rule in `masks`."""
@@ -438,6 +449,17 @@ class PagedOptions(ScaledOptions, total=False):
   is_causal: bool
   q_start: int | UOp | Tensor
   block_mask: BlockMask | None
+
+
+class SparseOptions(TypedDict, total=False):
+  """Additional keyword arguments of `attention_sparse`."""
+
+  scale: float | None
+  enable_gqa: bool
+  softcap: float | None
+  sinks: Tensor | None
+  topk_length: Tensor | None
+  backend: str
 
 
 class CacheOptions(Options, total=False):

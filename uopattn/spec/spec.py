@@ -46,7 +46,8 @@ class AttentionSpec(Problem):
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
     layouts: see `layouts`.
-    pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise.
+    pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise. With `indices`,
+      the number of batches and of their keys, and B is the number of all queries.
     origin: where the attention lies within the whole that mods and dropout count in, if it is part of one.
   """
 
@@ -156,8 +157,11 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
   """
   _check_operands(q, k, v, arguments)
   (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), _head_size(v, arguments)
-  pages = None if arguments.page_table is None else (P, N)
-  N = N if arguments.page_table is None else N * sizes(arguments.page_table)[1]
+  pages = (P, N) if arguments.pages_keys else None
+  if arguments.page_table is not None:
+    N = N * sizes(arguments.page_table)[1]
+  elif arguments.indices is not None:
+    N = sizes(arguments.indices[0])[2]
   arguments.check(Sizes(B, Hq, Hkv, M, N), q.device)
   scale = Dk**-0.5 if arguments.scale is None else float(arguments.scale)
   lengths, aux = (B, Hq, M, N), arguments.aux
@@ -216,7 +220,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
     if not all(isinstance(size, int) for size in x.shape) or x.shape[-1] < 1:
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
     check_device(name, x, q.device)
-  (_check_shapes if arguments.page_table is None else _check_pages)(q, k, v, _head_size(k, arguments))
+  (_check_pages if arguments.pages_keys else _check_shapes)(q, k, v, _head_size(k, arguments))
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
   if Hq != Hkv and not arguments.enable_gqa:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
@@ -249,15 +253,14 @@ def _check_dtypes(named: dict[str, Tensor], arguments: Arguments) -> None:
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, size: int) -> None:
   (B, _, _, Dk), (_, Hkv, N, _) = sizes(q), sizes(k)
   if (k.shape[0], size) != (B, Dk):
-    given = (*k.shape[:3], size)
-    raise ValueError(f"k has shape {given}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
+    raise ValueError(f"k has shape {(*k.shape[:3], size)}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
   if v.shape[:3] != (B, Hkv, N):
     raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
 
 
 def _check_pages(q: Tensor, k: Tensor, v: Tensor, _: int) -> None:
   (*_, Dk), (P, Hkv, page_size, _) = sizes(q), sizes(k)
-  for name, x, size in (("k_pages", k, Dk), ("v_pages", v, "Dv")):
-    if x.shape[:3] != (P, Hkv, page_size) or size not in (x.shape[3], "Dv"):
+  for name, x, D in (("k_pages", k, Dk), ("v_pages", v, "Dv")):
+    if x.shape[:3] != (P, Hkv, page_size) or D not in (x.shape[3], "Dv"):
       given = f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k.shape}"
-      raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {size})")
+      raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {D})")

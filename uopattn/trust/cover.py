@@ -43,6 +43,7 @@ COMBINED: tuple[tuple[str, ...], ...] = (
   ("dropout_p", "is_causal"),
   ("bounds",),
   ("kv_lengths Tensor", "page_table 16"),
+  ("indices",),
   ("k_scale", "q_scale", "v_scale"),
 )
 OF_LATENT: tuple[tuple[str, ...], ...] = (("values_in_keys",), ("is_causal", "q_start Tensor", "values_in_keys"))

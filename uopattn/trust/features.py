@@ -262,6 +262,20 @@ def _page_table(x: Inputs, detail: str) -> None:
   x.k, x.v = (pooled(y, old.dtype) for y, old in zip(x.arrays[1:], (x.k, x.v), strict=True))
 
 
+def _indices(x: Inputs, detail: str) -> None:
+  """Sequences that choose their keys from one batch, which has those of all of them, in any order."""
+  B, _, Hkv, _, N, *_ = x.sizes
+  table = np.random.default_rng(0).permutation(B * N).reshape(B, 1, N).astype(np.int32)
+  x.arguments["indices"] = tuple(x.tensor(y, dtypes.int) for y in (table, np.full((B, 1), N)))
+
+  def pooled(y: Array, dtype: DType) -> Tensor:
+    pool = np.empty((1, Hkv, B * N, y.shape[-1]), np.float32)
+    pool[0][:, table.reshape(-1)] = y.swapaxes(0, 1).reshape(Hkv, B * N, -1)
+    return x.tensor(pool, dtype)
+
+  x.k, x.v = (pooled(y, old.dtype) for y, old in zip(x.arrays[1:], (x.k, x.v), strict=True))
+
+
 FEATURES: dict[str, Callable[[Inputs, str], None]] = {
   "values_in_keys": _nothing,
   "heads_last": _nothing,
@@ -279,6 +293,7 @@ FEATURES: dict[str, Callable[[Inputs, str], None]] = {
   "dropout_p": _dropout_p,
   "bounds": _bounds,
   "page_table": _page_table,
+  "indices": _indices,
   "scales": _scales,
   "q_scale": _of_heads("q_scale"),
   "k_scale": _of_heads("k_scale"),

@@ -73,7 +73,7 @@ class Probe:
     block_m, block_n = (max(x) for x in zip(*blocks, strict=True))
     M = s.M if s.M <= FEW else max(FEW + 1, _length(s.M, block_m, 1))
     N = _length(s.N, block_n, 2)
-    if s.pages is not None:
+    if s.pages is not None and "page_table" in s.features:
       N = ceildiv(N, s.pages[1]) * s.pages[1]
     B, Hkv = 1 if "bounds" in s.features else min(s.B, MOST_BATCHES), min(s.Hkv, MOST_HEADS)
     Hq = Hkv * s.group
@@ -188,7 +188,7 @@ def features_of(s: AttentionSpec) -> tuple[str, ...]:
     )
   if s.is_causal and "q_start" not in s.features and s.q_start:
     found.append("q_start int")
-  if s.pages is not None:
+  if s.pages is not None and "page_table" in s.features:
     found.append(f"page_table {s.pages[1]}")
   views = "qk" if s.values_in_keys else "qkv"
   if moved := "".join(name for name, _ in s.layouts if name in views):

@@ -28,7 +28,7 @@ SHARE = 0.25  # of them that are checked of gradients, whose check takes some fo
 MOST_GROUPS = 8  # groups of heads that are checked: some are enough, from the first to the last
 RUNS = (0.0, 0.5, 1.0)  # where the rows are that are checked: at the beginning, in the middle, at the end
 # Features for which inputs can be made.
-MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", *HEAD_SCALES}
+MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "scales", "page_table", *HEAD_SCALES}
 
 Part = tuple[slice, slice, slice]
 """What is checked of the results: batch, query heads and rows."""
@@ -38,8 +38,8 @@ def unmeasured(spec: AttentionSpec) -> str:
   """Return why an attention cannot be measured from its spec alone; "" if it can."""
   if lacking := [name for name in spec.features if name not in MADE]:
     return f"{', '.join(lacking)}: what its Tensors hold decides the time"
-  if spec.pages or spec.dropout_p or not all(x.options() for x in spec.masks):
-    return "its masks, pages or dropout"
+  if spec.dropout_p or not all(x.options() for x in spec.masks):
+    return "its masks or dropout"
   if any(x.expr.startswith("_") for x in spec.variables):
     return "its position depends on the device"
   return "its lengths are made of several Variables" if _bound(spec) is None else ""
@@ -188,13 +188,13 @@ class Drawn:
   """Random inputs of an attention.
 
   Attributes:
-    arrays, given: the buffers of a forward call by name, in numpy and on the device.
+    arrays, given: the buffers of a forward call by name, in numpy and on the device; of "scales" there are two.
     values: of the Variables.
     products: how kernels may multiply, and where: `tf32`, `cut` and `device` of the gates.
   """
 
   spec: AttentionSpec
-  arrays: dict[str, Array]
+  arrays: dict[str, list[Array]]
   given: dict[str, list[Tensor]]
   values: dict[UOp, int]
   products: dict[str, Any]
@@ -203,8 +203,11 @@ class Drawn:
   def of(cls, spec: AttentionSpec, device: str) -> "Drawn":
     launch, random = replace(dispatch(spec, target_of(device)), splits=1), np.random.default_rng(0)
     inputs = [x for x in launch.buffers() if x.name not in launch.kernel.outputs]
-    arrays = {x.name: contents(x, spec, random, device) for x in inputs}
-    given = {x.name: [tensor(arrays[x.name], x.dtype, device)] for x in inputs}
+    arrays: dict[str, list[Array]] = {}
+    given: dict[str, list[Tensor]] = {}
+    for x in inputs:
+      arrays.setdefault(x.name, []).append(array := contents(x, spec, random, device))
+      given.setdefault(x.name, []).append(tensor(array, x.dtype, device))
     products: dict[str, Any] = {"tf32": spec.tf32 and launch.schedule.tf32, "device": device}
     if spec.dtype in DTYPES_8:
       products["cut"] = any(x.cuts for x in schedules_on(target_of(device)))  # any candidate
@@ -218,10 +221,21 @@ class Drawn:
   def operands(self, part: Part) -> tuple[Array, Array, Array]:
     """Return the rows of q of a part, and their k and v."""
     s, (b, heads, _) = self.spec, part
-    shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
-    q, k, v = (_viewed(self.arrays[name], s.layout(name), shapes[name]) for name in "qkv")
-    keys = key_heads(s, b, heads)
-    return q[part], k[keys], v[keys]
+    shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}
+    q, k, v = (_viewed(self.arrays[name][0], s.layout(name), shapes[name]) for name in "qkv")
+    k, v = (self._keys(x, *key_heads(s, b, heads)) for x in (k, v))
+    if "scales" in self.arrays:
+      scales = (self._keys(x, *key_heads(s, b, heads)) for x in self.arrays["scales"])
+      k, v = (x * scale[..., None] for x, scale in zip((k, v), scales, strict=True))
+    return q[part], k, v
+
+  def _keys(self, x: Array, b: slice, heads: slice) -> Array:
+    """Return the rows of some batches and key heads, (b, heads, N, ...), of a cache or of pages."""
+    if self.spec.pages is None:
+      return x[b, heads]
+    (table,) = self.arrays["page_table"]
+    found = x[:, heads][table[b]].swapaxes(1, 2)  # (b, heads, max_pages, keys per page, ...)
+    return found.reshape(*found.shape[:2], self.spec.N, *found.shape[4:])
 
   def options(self, part: Part) -> dict[str, Any]:
     """Return the keyword arguments of a part's gate."""
@@ -238,8 +252,14 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
   """Return values for a buffer, which are numbers of its type."""
   if x.name in ("q_start", "kv_lengths"):
     return np.full(x.shape, max(0, s.N - s.M) if x.name == "q_start" else s.N, np.int32)
-  if x.name in HEAD_SCALES:
-    return random.uniform(0.5, 1.5, x.shape).astype(np.float32)
+  if x.name in ("scales", *HEAD_SCALES):
+    unit = 1 / 64 if x.name == "scales" and s.stored == dtypes.int8 else 1.0
+    return random.uniform(0.5 * unit, 1.5 * unit, x.shape).astype(np.float32)
+  if x.name == "page_table":  # in any order; a pool with fewer pages than the table has places shares them
+    assert s.pages is not None
+    return np.resize(random.permutation(s.pages[0]), x.shape).astype(np.int32)
+  if x.dtype == dtypes.int8:
+    return random.integers(-127, 128, x.shape).astype(np.float32)
   return random.random(x.shape) < 0.8 if x.dtype == dtypes.bool else normal(x.shape, x.dtype, random, device)
 
 
@@ -281,23 +301,24 @@ def parts(s: AttentionSpec, share: float = 1.0) -> list[Part]:
   ]
 
 
-def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], part: Part) -> dict[str, Any]:
+def _rules(s: AttentionSpec, arrays: dict[str, list[Array]], values: dict[UOp, int], part: Part) -> dict[str, Any]:
   """Return the masks and scales of a part as the gate takes them."""
 
   def taken(name: str, at: tuple[slice, ...]) -> Array:
     """Return a part of an array whose axes may be of one element, for all."""
-    return arrays[name][tuple(x if n > 1 else slice(0, 1) for x, n in zip(at, arrays[name].shape, strict=False))]
+    (found,) = arrays[name]
+    return found[tuple(x if n > 1 else slice(0, 1) for x, n in zip(at, found.shape, strict=False))]
 
   b, heads, rows = part
   found: dict[str, Any] = {name: value for x in s.masks for name, value in x.options().items()}
   start, length = _value(s.q_start, values), _value(s.kv_lengths, values)
-  found["q_start"] = (int(arrays["q_start"][b.start]) if start is None else start) + rows.start
+  found["q_start"] = (int(arrays["q_start"][0][b.start]) if start is None else start) + rows.start
   if length is not None:
     found["kv_lengths"] = np.array([length])
   elif "kv_lengths" in arrays:
-    found["kv_lengths"] = arrays["kv_lengths"][b]
+    found["kv_lengths"] = arrays["kv_lengths"][0][b]
   if "sinks" in arrays:
-    found["sinks"] = arrays["sinks"][heads]
+    found["sinks"] = arrays["sinks"][0][heads]
   if "attn_mask" in arrays:
     found["attn_mask"] = taken("attn_mask", part)
   return found | {name: taken(name, key_heads(s, b, heads)) for name in HEAD_SCALES if name in arrays}

@@ -16,18 +16,22 @@ Sources: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inf
 """
 
 from functools import reduce
+from typing import TypeVar
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
-from uopattn.dsl.rules.quantized import HALF_UNIT, INT4, NVFP4, rounded_bits, unit
+from uopattn.dsl.rules.quantized import HALF_UNIT, INT4, NVFP4, FourBits, rounded_bits, unit
 
 GROUP = 16  # elements that share a scale
 PER_WORD = 8  # elements in 32 bits
+BYTES = tuple((e + i, e + i + 2) for e in (0, 8) for i in (0, 4, 1, 5))  # elements of each byte of a group
 LARGEST_NUMBER = {INT4: 7.0, NVFP4: 6.0}
 LARGEST_SCALE, LEAST_SCALE = 448.0, 2.0**-6  # of a group
 E2M1_BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring numbers
+
+Bits = TypeVar("Bits", UOp, Tensor)
 
 
 def columns_in(D: int) -> int:
@@ -46,7 +50,7 @@ def nibble_of(word: UOp, e: UOp) -> UOp:
   return ((word >> shift.cast(dtypes.uint)) & 15).cast(dtypes.int)
 
 
-def number_of(nibble: UOp, stored: DType) -> UOp:
+def number_of(nibble: Bits, stored: FourBits) -> Bits:
   """The number that the bits of an element, int32, stand for; twice the number of nvfp4. int32."""
   if stored == INT4:
     return (nibble ^ 8) - 8
@@ -55,13 +59,13 @@ def number_of(nibble: UOp, stored: DType) -> UOp:
   return (nibble < 8).where(doubled, -doubled)
 
 
-def scale_of_group(byte: UOp, to: DType) -> UOp:
+def scale_of_group(byte: Bits, to: DType) -> Bits:
   """The float32 number that the bits of a group's scale, int32, stand for; if `to` is float16, its 2**-11."""
   bias = 127 - 7 - (HALF_UNIT if to == dtypes.half else 0)
   return ((byte << 20) + (bias << 23)).bitcast(dtypes.float)
 
 
-def rounded_group(elements: list[UOp], stored: DType) -> tuple[UOp, list[UOp]]:
+def rounded_group(elements: list[UOp], stored: FourBits) -> tuple[UOp, list[UOp]]:
   """Round the elements of a group to nearest, ties to even, but what exceeds the largest number to that.
 
   Args:
@@ -77,7 +81,7 @@ def rounded_group(elements: list[UOp], stored: DType) -> tuple[UOp, list[UOp]]:
   return bits, [_rounded(x / factor, stored) for x in elements]
 
 
-def _rounded(x: UOp, stored: DType) -> UOp:
+def _rounded(x: UOp, stored: FourBits) -> UOp:
   """The bits, uint8, of a float32 rounded to a number."""
   if stored == INT4:
     within = (x < -7.0).where(-7.0, (x > 7.0).where(7.0, x))
@@ -90,13 +94,13 @@ def _rounded(x: UOp, stored: DType) -> UOp:
   return (code + (x < 0).where(UOp.const(8, dtypes.int), UOp.const(0, dtypes.int))).cast(dtypes.uchar)
 
 
-def of_tensor(x: Tensor, stored: DType) -> Tensor:
+def of_tensor(x: Tensor, stored: FourBits) -> Tensor:
   """Rows of bytes (..., columns) as float32 (..., D), still without the scales of rows."""
   D = elements_in(int(x.shape[-1]))
   lead = tuple(x.shape[:-1])
   elements, scales = x[..., : D // 2], x[..., D // 2 : D // 2 + D // GROUP].cast(dtypes.int)
   places = elements.reshape(*lead, D // PER_WORD, 2, 2, 1).cast(dtypes.int)  # (word, odd, pair of pairs)
   nibbles = (places & 15).cat(places >> 4, dim=-1).reshape(*lead, D // PER_WORD, 2, 4).transpose(-1, -2)
-  numbers = number_of(nibbles, stored).reshape(*lead, D // GROUP, GROUP).cast(dtypes.float)  # type: ignore[arg-type]
-  factor = scale_of_group(scales, dtypes.float) * unit(stored, dtypes.float)  # type: ignore[arg-type]
-  return (numbers * factor.unsqueeze(-1)).reshape(*lead, D)  # type: ignore[attr-defined]
+  numbers = number_of(nibbles, stored).reshape(*lead, D // GROUP, GROUP).cast(dtypes.float)
+  factor: Tensor = scale_of_group(scales, dtypes.float) * unit(stored, dtypes.float)
+  return (numbers * factor.unsqueeze(-1)).reshape(*lead, D)

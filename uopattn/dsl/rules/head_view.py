@@ -1,7 +1,7 @@
 """Rows of one head in global memory, contiguous or in pages."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -30,8 +30,11 @@ class Pages:
     heads: key heads, stored one after another in each page.
     size: keys per page.
     tile: the rows of a CPU's tile of keys, and its first key; see `of_tile`.
+    name: suffix of the names of kernels.
+    may_lack: whether the table may hold numbers that are no page.
   """
 
+  name, may_lack = "_paged", True
   table: UOp
   count: int
   heads: int
@@ -49,7 +52,8 @@ class Pages:
 
     def find(n: UOp) -> UOp:
       key = least([first + n, last])
-      return self.exists(b, key, length).where(self.row(b, head, key, length), -1).cast(dtypes.int)
+      row = self.row(b, head, key, length)
+      return (self.exists(b, key, length).where(row, -1) if self.may_lack else row).cast(dtypes.int)
 
     return replace(self, tile=(s.assign(s.buffer(block_n, dtype=dtypes.int), find, within=within), first))
 
@@ -78,6 +82,35 @@ class Pages:
     assert self.tile is not None
     rows, first = self.tile
     return rows[clamp(key - first, 0, sizes(rows)[0] - 1)].load()
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen(Pages):
+  """Keys that each sequence, which is one query, chooses among those of its batch.
+
+  A batch is a page: `table` holds the numbers of its keys, (B, heads or 1, keys per sequence) int32, all of them valid
+  below the sequence's length.
+
+  Attributes:
+    counts: how many keys each sequence has chosen, (B, heads or 1) int32.
+    queries: sequences per batch.
+  """
+
+  name, may_lack = "_chosen", False
+  counts: UOp = field(kw_only=True)
+  queries: int = field(kw_only=True)
+
+  def length(self, b: UOp, head: UOp) -> UOp:
+    """The number of keys of a sequence."""
+    heads, most = sizes(self.table)[1:]
+    return clamp(self.counts.base[b * heads + (head if heads > 1 else 0)].load().cast(dtypes.weakint), 0, most)
+
+  def row(self, b: UOp, head: UOp, key: UOp, length: UOp) -> UOp:
+    if self.tile is not None:
+      return self._found(key).cast(dtypes.weakint)
+    heads, most = sizes(self.table)[1:]
+    entry = self.table.base[(b * heads + (head if heads > 1 else 0)) * most + clamp(key, 0, most - 1)].load()
+    return (b // self.queries * self.heads + head) * self.size + clamp(entry.cast(dtypes.weakint), 0, self.size - 1)
 
 
 class Scales(NamedTuple):

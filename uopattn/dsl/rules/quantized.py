@@ -10,6 +10,8 @@ Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for OCP's t
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
+from uopattn.dsl.scope import View, as_type
+
 LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 HALF_UNIT = 11  # elements of 4 bits times their scales are divided by two to this in float16
 FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits of the mantissa that are stored
@@ -23,7 +25,7 @@ class FourBits(DType):
 
 
 INT4, NVFP4 = (FourBits(-1, 4, name, None) for name in ("int4", "nvfp4"))
-FORMATS: dict[str, DType] = {x.name: x for x in (INT4, NVFP4)}
+FORMATS: dict[str, FourBits] = {x.name: x for x in (INT4, NVFP4)}
 QUANTIZED_DTYPES = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
 
 
@@ -58,6 +60,17 @@ def widened(bits: UOp, stored: DType, to: DType) -> UOp:
   return number if to == dtypes.float else upper_half(number).bitcast(dtypes.bfloat16)
 
 
+def read_float(x: UOp | View, place: UOp) -> UOp:
+  """Load an element of 16 or 32 bits as float32.
+
+  Args:
+    place: the flat index of the element in x, or in the buffer of a view.
+  """
+  if x.dtype == dtypes.bfloat16:  # which not every GPU has
+    return widened(as_type(x, dtypes.ushort)[place].load(), x.dtype, dtypes.float)
+  return as_type(x, x.dtype)[place].load().cast(dtypes.float)
+
+
 def widened_bits(bits: UOp, stored: DType, to: DType) -> UOp:
   """The bits of `widened` as an unsigned integer, without a bitcast of a bitcast: tinygrad fails on constant ones."""
   if stored == dtypes.fp8e4m3 and to == dtypes.half:
@@ -85,6 +98,13 @@ def rounded_bits(x: UOp, to: DType) -> UOp:
   denormal = (within + quanta).bitcast(dtypes.uint) - quanta.bitcast(dtypes.uint)
   code = (within < 2.0 ** (1 - bias)).where(denormal, normal)
   return (absolute.ne(absolute).where(UOp.const(0x7F, dtypes.uint), code) | sign).cast(dtypes.uchar)
+
+
+def bfloat16_bits(x: UOp) -> UOp:
+  """The bits, uint16, of a float32 rounded to nearest even as bfloat16, which not every GPU has."""
+  bits = x.bitcast(dtypes.uint)
+  rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+  return x.ne(x).where(UOp.const(0x7FC0, dtypes.uint), rounded).cast(dtypes.ushort)
 
 
 def _shifted(byte: UOp, stored: DType) -> UOp:

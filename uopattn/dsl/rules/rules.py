@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.math import LN2, LOG2E, tanh
 from uopattn.dsl.random import kept
-from uopattn.dsl.rules.head_view import HeadView, Pages, Scales
+from uopattn.dsl.rules.head_view import Chosen, HeadView, Pages, Scales
 from uopattn.dsl.rules.masks import HeadMasks, Masks
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.softmax import Factor, Row, Scaling, normalize
@@ -64,9 +64,9 @@ class Rules(Masks):
 
   @property
   def name(self) -> str:
-    """Suffix of a kernel's name: of its masks, such as "_causal", then "_paged" or nothing."""
+    """Suffix of a kernel's name: of its masks, such as "_causal", then "_paged", "_chosen" or nothing."""
     masks = "".join(x.name for x in self.masks)
-    return masks if self.pages is None else f"{masks}_paged"
+    return masks if self.pages is None else masks + self.pages.name
 
   @property
   def moves(self) -> bool:
@@ -116,6 +116,11 @@ class HeadRules(HeadMasks):
   rules: Rules
 
   @property
+  def length(self) -> UOp:
+    pages = self.rules.pages
+    return pages.length(self.b, self._kv_head) if isinstance(pages, Chosen) else super().length
+
+  @property
   def scaling(self) -> Scaling:
     """The factors on q.k and on the scores, with the scales of q and k in one of them; see `Scaling`."""
     r, scaling = self.rules, self.rules.scaling
@@ -148,8 +153,8 @@ class HeadRules(HeadMasks):
       return replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=to)
     operand = to if r.scales is None else r.scales.operand
     found = HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
-    four = r.scales is not None and isinstance(r.scales.stored, FourBits) and x.dtype == dtypes.uchar
-    return found.of_four(r.scales.stored) if four else found
+    stored = None if r.scales is None else r.scales.stored
+    return found.of_four(stored) if isinstance(stored, FourBits) and x.dtype == dtypes.uchar else found  # not scales
 
   def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
     """The rules for a CPU's tile of `block_n` keys from `first` on, with its pages looked up inside the axes `within`.
@@ -235,7 +240,7 @@ class HeadRules(HeadMasks):
     if r.score_mod is not None:
       score = self._mod(score, row, key)
     score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
-    if r.pages is None:
+    if r.pages is None or not r.pages.may_lack:
       return score
     right = r.pages.exists(self.b, key, self.length)
     return (right | score.eq(-inf) if r.moves else right).where(score, nan)

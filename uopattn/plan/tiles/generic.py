@@ -18,7 +18,7 @@ REGISTERS = 160  # float32 per thread that tiles count
 LOCAL_BYTES = 32 << 10  # of local memory at most: more would leave one workgroup per compute unit
 ACROSS = 8  # threads that share rows
 # Features that bound the loops by numbers in memory.
-IN_LOOPS = ("kv_lengths", "q_start", "bounds", "page_table", "block_mask")
+IN_LOOPS = ("kv_lengths", "q_start", "bounds", "page_table", "indices", "block_mask")
 # Rows and others, those first that do the most for each element that they read.
 FORWARD = ((32, 32), (64, 16), (32, 16), (16, 32), (16, 16), (16, 8), (8, 16), (8, 8))
 BACKWARD = ((32, 16), (16, 16), (16, 8), (8, 16), (8, 8))

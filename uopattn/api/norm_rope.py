@@ -1,0 +1,142 @@
+"""RMS norm and rotary positions of new queries and keys: the options of the functions that append to a cache."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from tinygrad import Tensor
+
+from uopattn.dsl import sizes
+from uopattn.dsl.schedule import DTYPES_16_32
+from uopattn.plan.norm_rope import NormRopeTensors
+from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, placed
+
+TENSORS = ("rotary_cos", "rotary_sin", "q_norm_weight", "k_norm_weight")
+
+
+class NormRopeOptions(TypedDict, total=False):
+  """Keyword arguments of `KVCache.append`, `RingCache.append` and `append_paged`."""
+
+  rotary_cos: Tensor | None
+  rotary_sin: Tensor | None
+  rotary_interleaved: bool | None
+  q_norm_weight: Tensor | None
+  k_norm_weight: Tensor | None
+  norm_eps: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class NewQueries:
+  """The queries that come with new keys, and what becomes of both; see `KVCache.append`.
+
+  Attributes:
+    q: (B, Hq, M, Dk), or None.
+    change: what becomes of queries and keys; None if nothing does.
+  """
+
+  q: Tensor | None
+  change: NormRopeTensors | None
+
+  @classmethod
+  def of(cls, function: str, q: Tensor | None, k: Tensor, of: str, options: Any) -> "NewQueries":
+    """Check the arguments of a call.
+
+    Args:
+      function: its name.
+      k: the new keys, (B, Hkv, M, Dk), on the device of the memory.
+      of: what has that device.
+      options: of `NormRopeOptions`.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit.
+    """
+    if unknown := [name for name in options if name not in NormRopeOptions.__annotations__]:
+      names = ", ".join(sorted(NormRopeOptions.__annotations__))
+      raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; accepted are {names}")
+    given = {name: x for name, x in options.items() if x is not None}
+    for name in TENSORS:
+      if name in given:
+        given[name] = _float_tensor(name, given[name], k, of)
+    rotary, interleaved = _rotary(given, k)
+    weights = given.get("q_norm_weight"), given.get("k_norm_weight")
+    eps = _eps(given, k)
+    if "q_norm_weight" in given and q is None:
+      raise ValueError("q_norm_weight is given without q, which it is for")
+    if q is not None:
+      q = _queries(q, k, of)
+      if not rotary and weights[0] is None:
+        raise ValueError("q is given without rotary_cos or q_norm_weight; pass it to attend as it is")
+    if not rotary and weights[0] is None and weights[1] is None:
+      return cls(None, None)
+    if k.dtype not in DTYPES_16_32:
+      accepted = ", ".join(map(dtype_name, DTYPES_16_32))
+      raise TypeError(f"k has dtype {dtype_name(k.dtype)}; to be rotated or normalized it must have one of {accepted}")
+    return cls(q, NormRopeTensors(rotary, interleaved, weights, eps))
+
+  def limit(self, positions: int, of: str) -> tuple[int, str]:
+    """Return the number of positions that new keys may have, and what has only so many: `of`, or cos and sin."""
+    known = positions if self.change is None or not self.change.rotary else sizes(self.change.rotary[0])[0]
+    return (known, "rotary_cos's") if known < positions else (positions, of)
+
+
+def _float_tensor(name: str, given: object, k: Tensor, of: str) -> Tensor:
+  x: Tensor = placed(check_tensor(name, given), k.device)
+  if x.dtype not in DTYPES_16_32:
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES_16_32))}")
+  check_device(name, x, k.device, of)
+  return x
+
+
+def _rotary(given: dict[str, Any], k: Tensor) -> tuple[tuple[Tensor, ...], bool]:
+  """Return cos and sin, () if they are not given, and whether pairs are neighbours."""
+  cos, sin, interleaved = (given.get(f"rotary_{name}") for name in ("cos", "sin", "interleaved"))
+  if cos is None and sin is None and interleaved is None:
+    return (), False
+  if cos is None or sin is None or interleaved is None:
+    missing = [name for name in ("rotary_cos", "rotary_sin", "rotary_interleaved") if name not in given]
+    raise ValueError(
+      f"{' and '.join(missing)} is missing; rotary_cos, rotary_sin and rotary_interleaved belong together: True for "
+      "pairs of elements 2 i and 2 i + 1, False for i and i + rotary_dim / 2, as in Hugging Face's Llama"
+    )
+  if not isinstance(interleaved, bool):
+    raise TypeError(f"rotary_interleaved is {described(interleaved)}; it must be a bool")
+  most = sizes(k)[3] // 2
+  if cos.ndim != 2 or 0 in cos.shape or sizes(cos)[1] > most:
+    raise ValueError(
+      f"rotary_cos has shape {cos.shape}; it must be (positions, rotary_dim / 2), the latter from 1 to {most} for the "
+      "head size of k: one angle for each pair, not repeated for both elements"
+    )
+  if sin.shape != cos.shape:
+    raise ValueError(f"rotary_sin has shape {sin.shape}; it must be that of rotary_cos, {cos.shape}")
+  if sin.dtype != cos.dtype:
+    raise TypeError(
+      f"rotary_sin has dtype {dtype_name(sin.dtype)}; it must be that of rotary_cos, {dtype_name(cos.dtype)}"
+    )
+  return (cos, sin), interleaved
+
+
+def _eps(given: dict[str, Any], k: Tensor) -> float:
+  """Return norm_eps, once the weights of the norms are checked too."""
+  names = [name for name in ("q_norm_weight", "k_norm_weight") if name in given]
+  for name in names:
+    if given[name].shape != (sizes(k)[3],):
+      raise ValueError(f"{name} has shape {given[name].shape}; it must be ({sizes(k)[3]},), the head size of k")
+  eps = given.get("norm_eps", 1e-6)
+  if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+    raise TypeError(f"norm_eps is {described(eps)}; it must be a number")
+  if not 0 <= eps < math.inf:
+    raise ValueError(f"norm_eps is {eps}; it must be finite and not negative")
+  if "norm_eps" in given and not names:
+    raise ValueError("norm_eps is given without q_norm_weight or k_norm_weight, which it is for")
+  return float(eps)
+
+
+def _queries(given: object, k: Tensor, of: str) -> Tensor:
+  q: Tensor = placed(check_tensor("q", given), k.device, k.dtype)
+  B, Hkv, M, Dk = sizes(k)
+  if q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (B, M, Dk) or sizes(q)[1] % Hkv or not sizes(q)[1]:
+    raise ValueError(f"q has shape {q.shape}; for k {k.shape} it must be ({B}, Hq, {M}, {Dk}), Hq a multiple of {Hkv}")
+  if q.dtype not in DTYPES_16_32:
+    raise TypeError(f"q has dtype {dtype_name(q.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES_16_32))}")
+  check_device("q", q, k.device, of)
+  return q
