@@ -220,7 +220,10 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
     if not all(isinstance(size, int) for size in x.shape) or x.shape[-1] < 1:
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
     check_device(name, x, q.device)
-  (_check_pages if arguments.pages_keys else _check_shapes)(q, k, v, _head_size(k, arguments))
+  if arguments.pages_keys:
+    _check_pages(q, k, v)
+  else:
+    _check_shapes(q, k, v, _head_size(k, arguments))
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
   if Hq != Hkv and not arguments.enable_gqa:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
@@ -258,9 +261,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, size: int) -> None:
     raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
 
 
-def _check_pages(q: Tensor, k: Tensor, v: Tensor, _: int) -> None:
+def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
   (*_, Dk), (P, Hkv, page_size, _) = sizes(q), sizes(k)
-  for name, x, D in (("k_pages", k, Dk), ("v_pages", v, "Dv")):
-    if x.shape[:3] != (P, Hkv, page_size) or D not in (x.shape[3], "Dv"):
+  for name, x, size in (("k_pages", k, Dk), ("v_pages", v, "Dv")):
+    if x.shape[:3] != (P, Hkv, page_size) or size not in (x.shape[3], "Dv"):
       given = f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k.shape}"
-      raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {D})")
+      raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {size})")

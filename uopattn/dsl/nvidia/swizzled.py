@@ -188,12 +188,8 @@ class SwizzledTiles:
 
   def _of_four_bits(self, source: HeadView, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
     """Load the four words of a chunk whose elements have 4 bits in memory, of the row that starts at byte `start`."""
-    per = 4 // self.bits.itemsize
-    bits = [source.four_bits_raw(start, column + i, there).cast(dtypes.uint) for i in range(self.chunk)]
-    words = [
-      reduce(UOp.__or__, (x << 16 * i for i, x in enumerate(bits[n : n + per]))) for n in range(0, len(bits), per)
-    ]
-    return words if there is None else [there.where(x, UOp.const(0, dtypes.uint)) for x in words]
+    bits = [x.cast(dtypes.uint) for x in source.four_bits(start, column, self.chunk, there)]
+    return bits if self.chunk == 4 else [low | (high << 16) for low, high in zip(bits[::2], bits[1::2], strict=True)]
 
   def _widened(self, source: HeadView, start: UOp, there: UOp | None) -> list[UOp]:
     """Load the four words of a chunk whose elements have fewer bits in memory."""

@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import round_up
+from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl.rules.quantized import HALF_UNIT, INT4, NVFP4, FourBits, rounded_bits, unit
+from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits, rounded_bits, unit, upper_half
 
 GROUP = 16  # elements that share a scale
 PER_WORD = 8  # elements in 32 bits
@@ -44,10 +44,45 @@ def elements_in(columns: int) -> int:
   return next(D for D in range(GROUP, 2 * columns, GROUP) if columns_in(D) == columns)
 
 
-def nibble_of(word: UOp, e: UOp) -> UOp:
-  """The bits, int32, of element e < 8 of a word, uint32."""
-  shift = (e // 2 + e % 2 * 4) * 4
-  return ((word >> shift.cast(dtypes.uint)) & 15).cast(dtypes.int)
+def of_word(word: UOp, column: UOp) -> UOp:
+  """A word, uint32, shifted so that element column % 8, and if that is even the next one too, is where the first is."""
+  shift = column % PER_WORD // 2 * 4 + column % 2 * 16
+  return word if shift.vmin == shift.vmax == 0 else word >> shift.cast(dtypes.uint)
+
+
+def bits_of(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> list[UOp]:
+  """The bits of the first elements of a word, widened to `to` and divided by the `unit`: integers of its size.
+
+  Args:
+    word: uint32.
+    scale: the bits of the scale of their group, int32.
+    count: number of elements.
+    to: float16, bfloat16 or float32.
+  """
+  if to == dtypes.half:
+    return _half_bits(word, scale, count, stored)
+  nibbles = [((word >> (i // 2 * 4 + i % 2 * 16)) & 15).cast(dtypes.int) for i in range(count)]
+  factor = scale_of_group(scale)
+  found = [number_of(x, stored).cast(dtypes.float) * factor for x in nibbles]
+  return [upper_half(x) if to == dtypes.bfloat16 else x.bitcast(dtypes.uint) for x in found]
+
+
+def _half_bits(word: UOp, scale: UOp, count: int, stored: FourBits) -> list[UOp]:
+  """`bits_of` in float16: two neighbours at once become the bits of numbers, then there is one product per element.
+
+  The bits of e2m1, moved to those of a float16, stand for 2**-14 of it. Those of int4, its sign inverted, are the last
+  of a number from 128 to 130, whose last place is 1/8.
+  """
+  shifts = [i * 4 for i in range(ceildiv(count, 2))]
+  if stored == INT4:
+    pairs = [((word >> x) & 0x000F000F) ^ 0x58085808 for x in shifts]
+    least, exponent = 129.0, 0
+  else:
+    pairs = [(((word >> x) & 0x00070007) << 9) | (((word >> x) & 0x00080008) << 12) for x in shifts]
+    least, exponent = 0.0, 12
+  factor = ((scale << 7) + (exponent << 10)).cast(dtypes.ushort).bitcast(dtypes.half)
+  numbers = [(pairs[i // 2] >> i % 2 * 16).cast(dtypes.ushort).bitcast(dtypes.half) for i in range(count)]
+  return [((x - least if least else x) * factor).bitcast(dtypes.ushort) for x in numbers]
 
 
 def number_of(nibble: Bits, stored: FourBits) -> Bits:
@@ -59,10 +94,9 @@ def number_of(nibble: Bits, stored: FourBits) -> Bits:
   return (nibble < 8).where(doubled, -doubled)
 
 
-def scale_of_group(byte: Bits, to: DType) -> Bits:
-  """The float32 number that the bits of a group's scale, int32, stand for; if `to` is float16, its 2**-11."""
-  bias = 127 - 7 - (HALF_UNIT if to == dtypes.half else 0)
-  return ((byte << 20) + (bias << 23)).bitcast(dtypes.float)
+def scale_of_group(byte: Bits) -> Bits:
+  """The float32 number that the bits of a group's scale, int32, stand for."""
+  return ((byte << 20) + (127 - 7 << 23)).bitcast(dtypes.float)
 
 
 def rounded_group(elements: list[UOp], stored: FourBits) -> tuple[UOp, list[UOp]]:
@@ -77,7 +111,7 @@ def rounded_group(elements: list[UOp], stored: FourBits) -> tuple[UOp, list[UOp]
   largest = reduce(UOp.maximum, (x.bitcast(dtypes.int) & 0x7FFFFFFF for x in elements)).bitcast(dtypes.float)
   scale = (largest / LARGEST_NUMBER[stored]).maximum(LEAST_SCALE)
   bits = rounded_bits(scale, dtypes.fp8e4m3)
-  factor = scale_of_group(bits.cast(dtypes.int), dtypes.float)
+  factor = scale_of_group(bits.cast(dtypes.int))
   return bits, [_rounded(x / factor, stored) for x in elements]
 
 
@@ -102,5 +136,5 @@ def of_tensor(x: Tensor, stored: FourBits) -> Tensor:
   places = elements.reshape(*lead, D // PER_WORD, 2, 2, 1).cast(dtypes.int)  # (word, odd, pair of pairs)
   nibbles = (places & 15).cat(places >> 4, dim=-1).reshape(*lead, D // PER_WORD, 2, 4).transpose(-1, -2)
   numbers = number_of(nibbles, stored).reshape(*lead, D // GROUP, GROUP).cast(dtypes.float)
-  factor: Tensor = scale_of_group(scales, dtypes.float) * unit(stored, dtypes.float)
+  factor: Tensor = scale_of_group(scales) * unit(stored, dtypes.float)
   return (numbers * factor.unsqueeze(-1)).reshape(*lead, D)

@@ -7,15 +7,8 @@ from typing import NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.four_bits import (
-  GROUP,
-  PER_WORD,
-  elements_in,
-  nibble_of,
-  number_of,
-  scale_of_group,
-)
-from uopattn.dsl.rules.quantized import FourBits, upper_half, widened, widened_bits
+from uopattn.dsl.rules.four_bits import GROUP, PER_WORD, bits_of, elements_in, of_word
+from uopattn.dsl.rules.quantized import FourBits, widened, widened_bits
 from uopattn.dsl.scope import Scope, Strides, View, as_type, clamp, least, sizes
 
 
@@ -201,7 +194,8 @@ class HeadView:
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
     if self.four is not None:
-      return self.four_bits(self.start(row), d, inside)
+      (found,) = self.four_bits(self.start(row), d, 1, inside)
+      return found.bitcast(self.to)
     found = self.place(row, d, inside).load()
     return widened(found, self.x.dtype, self.to) if self.to is not None and self.widens else found
 
@@ -221,30 +215,19 @@ class HeadView:
     place = start // 4 + word
     return as_type(self.x, dtypes.uint)[place if inside is None else place.valid(inside)]
 
-  def number(self, start: UOp, d: UOp, inside: UOp | None = None) -> UOp:
-    """Load the `number_of` element d of 4 bits of the row that starts at a byte, int32."""
+  def four_bits(self, start: UOp, column: UOp, count: int, inside: UOp | None = None) -> list[UOp]:
+    """Load the bits of widened elements of 4 bits of the row that starts at a byte, from a column on; see `bits_of`.
+
+    They are in one word: the column is a multiple of `count`, 1, 2, 4 or 8. Where `inside` is false, they are 0.
+    """
     assert self.four is not None
-    return number_of(nibble_of(self._word(start, d // PER_WORD, inside).load(), d % PER_WORD), self.four)
-
-  def group_scale(self, start: UOp, group: UOp, inside: UOp | None = None) -> UOp:
-    """Load the `scale_of_group` of a group of 4-bit elements of the row that starts at a byte, float32."""
     assert self.to is not None
-    word = self._word(start, self.size // PER_WORD + group // 4, inside).load()
-    byte = ((word >> (group % 4 * 8).cast(dtypes.uint)) & 0xFF).cast(dtypes.int)
-    return scale_of_group(byte, self.to)
-
-  def four_bits(self, start: UOp, d: UOp, inside: UOp | None = None) -> UOp:
-    """Load and widen element d of 4 bits of the row that starts at a byte, divided by the unit; see `Scales`."""
-    assert self.to is not None
-    found = self.number(start, d, inside).cast(dtypes.float) * self.group_scale(start, d // GROUP, inside)
-    return upper_half(found).bitcast(self.to) if self.to == dtypes.bfloat16 else found.cast(self.to)
-
-  def four_bits_raw(self, start: UOp, d: UOp, inside: UOp | None = None) -> UOp:
-    """The bits of `four_bits` as an unsigned integer."""
-    found = self.number(start, d, inside).cast(dtypes.float) * self.group_scale(start, d // GROUP, inside)
-    if self.to == dtypes.bfloat16:
-      return upper_half(found)
-    return found.cast(dtypes.half).bitcast(dtypes.ushort) if self.to == dtypes.half else found.bitcast(dtypes.uint)
+    word = of_word(self._word(start, column // PER_WORD, inside).load(), column)
+    group = column // GROUP
+    scales = self._word(start, self.size // PER_WORD + group // 4, inside).load()
+    scale = ((scales >> (group % 4 * 8).cast(dtypes.uint)) & 0xFF).cast(dtypes.int)
+    found = bits_of(word, scale, count, self.four, self.to)
+    return found if inside is None else [inside.where(x, UOp.const(0, x.dtype)) for x in found]
 
   def wide_bits(self, bits: UOp) -> UOp:
     """The bits of an element after widening."""
