@@ -1,30 +1,41 @@
 """A cache of 4 bits: kernels are as exact as if it held the numbers that it stands for, which are the nearest ones."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import on, placed
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn import KVCache
+from uopattn import KVCache, RingCache, append_paged, attention, attention_paged
 from uopattn.dsl import sizes
+from uopattn.dsl.rules import head_view
+from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits
+from uopattn.dsl.target import Target, VectorUnit
+from uopattn.plan.dispatch import dispatch
 from uopattn.proof.gate import Gate, numpy
 from uopattn.proof.oracle import Array
+from uopattn.runtime.prepare import compiled
+from uopattn.spec.spec import AttentionSpec
 
 NUMBERS = {"int4": np.arange(-7, 8), "nvfp4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])}
 B, HQ, HKV, N, DK, DV, LENGTH = 2, 4, 2, 90, 32, 48, 77
+
+
+def realize(cache: KVCache | RingCache) -> None:
+  assert cache.k_scale is not None
+  assert cache.v_scale is not None
+  Tensor.realize(cache.k, cache.v, cache.k_scale, cache.v_scale)
 
 
 def filled(kind: str, rows: tuple[Array, Array]) -> KVCache:
   cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device="CPU")
   k, v = (Tensor(x, device="CPU") for x in rows)
   cache.append(k, v, 0)
-  assert cache.k_scale is not None
-  assert cache.v_scale is not None
-  Tensor.realize(cache.k, cache.v, cache.k_scale, cache.v_scale)
+  realize(cache)
   return cache
 
 
@@ -54,9 +65,12 @@ def stood_for(packed: Tensor, row_scale: Tensor | None, kind: str, D: int) -> Ar
 def check_attend(
   cache: KVCache, kind: str, q_dtype: DType, M: int, device: str = "CPU", backend: str = "kernel"
 ) -> None:
+  """Check the last M queries of the text on a device; what is behind it there is no number."""
   keys, values = stood_for(cache.k, cache.k_scale, kind, DK), stood_for(cache.v, cache.v_scale, kind, DV)
   for name in ("k", "v", "k_scale", "v_scale"):
-    setattr(cache, name, getattr(cache, name).to(device).realize())
+    array = getattr(cache, name).numpy()
+    array[:, :, LENGTH:] = 255 if array.dtype == np.uint8 else math.nan
+    setattr(cache, name, placed(array, device=device))
   q = placed(np.random.default_rng(1).standard_normal((B, HQ, M, DK), np.float32), q_dtype, device)
   out, lse = cache.attend(q, LENGTH - M, return_lse=True, backend=backend)
   Tensor.realize(out, lse)
@@ -90,11 +104,116 @@ def test_the_reference_agrees(kind: str) -> None:
   check_attend(filled(kind, drawn()), kind, dtypes.float32, 3, backend="reference")
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
-@pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
-def test_on_gpus(arch: str, kind: str) -> None:
+CASES = {
+  "int4 for half": ("int4", dtypes.half, 1),
+  "nvfp4 for half": ("nvfp4", dtypes.half, 40),
+  "int4 for bfloat16": ("int4", dtypes.bfloat16, 3),
+  "nvfp4 for float": ("nvfp4", dtypes.float32, 1),
+}
+ARCHES = ("sm_75", "sm_80", "sm_90", "gfx1100", "gfx1201", "gfx942", "gfx950", "apple7", "cl")
+
+
+@pytest.mark.each("arch", evenly=True)
+@pytest.mark.parametrize(
+  ("arch", "name"),
+  [
+    pytest.param(arch, name, marks=() if (arch, name) == ("sm_80", "int4 for half") else pytest.mark.slow)
+    for arch in ARCHES
+    for name, (_, q_dtype, _) in CASES.items()
+    if arch != "sm_75" or q_dtype == dtypes.half
+  ],
+)
+def test_on_gpus(arch: str, name: str) -> None:
+  kind, q_dtype, M = CASES[name]
   with on(arch):
-    check_attend(filled(kind, drawn()), kind, dtypes.half, 1, "EMU")
+    check_attend(filled(kind, drawn()), kind, q_dtype, M, "EMU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2.0**-9, 2.0**9])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_small_and_large_values_in_float16(kind: str, size: float) -> None:
+  """Where scales and weights, multiplied in float16, could leave its range though the values do not."""
+  k, v = drawn()
+  with on("sm_80"):
+    check_attend(filled(kind, (k, v * np.float32(size))), kind, dtypes.half, 1, "EMU")
+
+
+@pytest.mark.parametrize(
+  ("target", "name"),
+  [
+    (Target("CUDA", "sm_90"), "cuda_forward"),
+    (Target("CPU", "x86_64,native", VectorUnit(16, 32, True, tiles=True)), "cpu_forward"),
+  ],
+  ids=["wgmma", "amx"],
+)
+def test_another_kernel_serves(target: Target, name: str) -> None:
+  """Where the kernel that usually serves copies keys without looking at them."""
+  given: dict[str, Any] = {"features": ("scales",), "kv_dtype": INT4}
+  usual = AttentionSpec(1, 8, 2, 100, 300, 64, 64, dtypes.bfloat16, 0.125)
+  assert dispatch(usual, target).schedule.name != name
+  assert dispatch(replace(usual, **given), target).schedule.name == name
+
+
+bits_of, of_word = head_view.bits_of, head_view.of_word
+
+
+def of_the_next_group(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> list[UOp]:
+  return bits_of(word, scale + 8, count, stored, to)
+
+
+def of_the_other_format(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> list[UOp]:
+  return bits_of(word, scale, count, NVFP4 if stored == INT4 else INT4, to)
+
+
+def in_the_order_of_memory(word: UOp, column: UOp) -> UOp:
+  return word >> (column % 8 * 4).cast(dtypes.uint)
+
+
+MISTAKES = {"bits_of": (of_the_next_group, of_the_other_format), "of_word": (in_the_order_of_memory,)}
+
+
+@pytest.mark.kinds(kind=("int4",))
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize(("name", "mistake"), [(name, f) for name, fs in MISTAKES.items() for f in fs])
+def test_a_mistake_is_caught(name: str, mistake: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  cache = filled(kind, drawn())
+  compiled.cache_clear()
+  monkeypatch.setattr(head_view, name, mistake)
+  with pytest.raises(AssertionError, match="worst at"):
+    check_attend(cache, kind, dtypes.float32, 1)
+  compiled.cache_clear()
+
+
+@pytest.mark.kinds(kind=("int4",))
+@pytest.mark.parametrize("M_max", [1, 2])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_ring(kind: str, M_max: int) -> None:
+  """As a `KVCache` that holds the whole text."""
+  (k, v), first = drawn(), UOp.variable("start", 0, LENGTH - 2)
+  ring, whole = RingCache(B, HKV, 20, DK, DV, M_max=M_max, dtype=kind, device="CPU"), filled(kind, (k, v))
+  for position in range(0, 30, M_max):
+    new_k, new_v = (placed(x[:, :, position : position + M_max], device="CPU") for x in (k, v))
+    ring.append(new_k, new_v, first.bind(position))
+    realize(ring)
+  q = placed(np.random.default_rng(1).standard_normal((B, HQ, M_max, DK), np.float32), device="CPU")
+  got = ring.attend(q, first.bind(30 - M_max), backend="kernel").numpy()
+  expected = whole.attend(q, first.bind(30 - M_max), window=(19, 0), backend="kernel").numpy()
+  np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.kinds(axis=(0,))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_on_several_devices(axis: int) -> None:
+  devices, k, v = ("CPU", "CPU:1"), *(placed(x, device="CPU") for x in drawn())
+  q, found = placed(np.random.default_rng(1).standard_normal((B, HQ, 1, DK), np.float32), device="CPU"), []
+  for where in (None, devices):
+    cache = KVCache(B, HKV, N, DK, DV, dtype="int4", device=where or "CPU", axis=None if where is None else axis)
+    rows = (k, v, q) if where is None else (x.shard(where, axis) for x in (k, v, q))
+    k_rows, v_rows, queries = rows
+    cache.append(k_rows, v_rows, 0)
+    found.append(cache.attend(queries, LENGTH - 1, backend="kernel").numpy())
+  np.testing.assert_allclose(found[0], found[1], atol=1e-6)
 
 
 def test_a_row_that_is_no_number_shows() -> None:
@@ -115,5 +234,40 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
   given = {"Dk": DK, **options}
   with pytest.raises(error, match=message):
     KVCache(B, HKV, N, **given)
+
+
+def test_what_a_cache_does_not_take() -> None:
   cache = KVCache(B, HKV, N, DK, DV, dtype="int4")
   assert sizes(cache.k)[-1] == 20
+  q, k, v = (Tensor.zeros(B, *x) for x in ((HQ, 3, DK), (HKV, 3, DK), (HKV, 3, DV)))
+  with pytest.raises(TypeError, match="k has dtype uchar, the cache has int4; accepted are float, half, bfloat16"):
+    cache.append(k.cast(dtypes.uchar), v, 0)
+  with pytest.raises(ValueError, match="rotary positions or norms are given for a cache in int4"):
+    cache.append(k, v, 0, k_norm_weight=Tensor.ones(DK))
+  with pytest.raises(ValueError, match=r"k has shape \(2, 2, 90, 32\), q has \(2, 4, 3, 48\)"):
+    cache.attend(Tensor.zeros(B, HQ, 3, 48), 0)
+  with pytest.raises(TypeError, match="k has dtype uchar"):
+    attention(q, cache.k, cache.v, enable_gqa=True, backend="kernel")
+  table = Tensor.zeros(B, 1, dtype=dtypes.int)
+  with pytest.raises(TypeError, match="k_pages has dtype uchar"):
+    attention_paged(q, cache.k, cache.v, table, table[:, 0], enable_gqa=True)
+  with pytest.raises(ValueError, match=r"k_pages has shape \(2, 2, 90, 20\); for k .* it must be"):
+    append_paged(k, v, cache.k, cache.v, table, table[:, 0])
+
+
+@pytest.mark.kinds(kind=("int4",))
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_gradients_are_of_q_alone(kind: str) -> None:
+  """Those of plain ops; rows are rounded, so that k and v have gradients of 0."""
+  found = []
+  for backend in ("auto", "reference"):
+    k, v = (placed(x, device="CPU").is_param_() for x in drawn())
+    q = placed(np.random.default_rng(1).standard_normal((B, HQ, 2, DK), np.float32), device="CPU").is_param_()
+    cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device="CPU")
+    cache.append(k, v, 0)
+    cache.attend(q, LENGTH - 2, backend=backend).square().sum().backward()
+    found.append([x.grad.numpy() for x in (q, k, v) if x.grad is not None])
+  for one, other in zip(*found, strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-6 * max(1.0, np.abs(other).max()))
+  assert len(found[0]) == 3
+  assert not np.any(found[0][1])

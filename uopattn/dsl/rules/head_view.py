@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.four_bits import GROUP, PER_WORD, bits_of, elements_in, of_word
+from uopattn.dsl.rules.four_bits import GROUP, PER_WORD, bits_of, columns_in, elements_in, of_word
 from uopattn.dsl.rules.quantized import FourBits, widened, widened_bits
 from uopattn.dsl.scope import Scope, Strides, View, as_type, clamp, least, sizes
 
@@ -174,6 +174,15 @@ class HeadView:
     return self.to is not None and self.x.dtype.itemsize < self.to.itemsize
 
   @property
+  def row_bytes(self) -> int:
+    """Bytes of a row, with the scales of its groups."""
+    return self.size * self.x.dtype.itemsize if self.four is None else columns_in(self.size)
+
+  def per_bytes(self, count: int) -> int:
+    """The elements in so many bytes; `place` takes the scales of groups for elements past the last one."""
+    return count // self.x.dtype.itemsize if self.four is None else 2 * count
+
+  @property
   def bits(self) -> DType:
     """An unsigned integer type of the elements' size, if that is 8 or 16 bits."""
     return dtypes.uchar if self.x.dtype.itemsize == 1 else dtypes.ushort
@@ -193,7 +202,7 @@ class HeadView:
 
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
-    if self.four is not None:
+    if self.four is not None and self.to is not None:
       (found,) = self.four_bits(self.start(row), d, 1, inside)
       return found.bitcast(self.to)
     found = self.place(row, d, inside).load()
