@@ -1,9 +1,10 @@
 """Writes new keys and values into a cache, in place, each sequence from a position of its own on.
 
-One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 bits. A `Place` says which row
-of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there is none, nothing
-is written. A row in the cache's dtype is copied as words; others are rounded to 8 bits, to nearest, ties to even, after
-division by a scale: of the head, or of the row, which then maps its largest element to the largest number of the dtype.
+One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. A `Place` says
+which row of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there is
+none, nothing is written. A row in the cache's dtype is copied as words; others are rounded to 8 or 4 bits, to nearest,
+ties to even, after division by a scale: of the head, or of the row, which then maps its largest element to the largest
+number of the dtype.
 
 A `NormRope` says what becomes of keys before that: RMS norm and rotation. The kernel may do the same to the queries of
 the same positions, and writes them to memory of their own.
@@ -116,7 +117,7 @@ class Operand:
 
   Attributes:
     source: (B * heads, M, D), a buffer or a strided view.
-    target: (blocks * heads, rows, D), likewise, in the source's dtype, or of 8 bits.
+    target: (blocks * heads, rows, D), likewise, in the source's dtype, or of 8 or 4 bits.
     row_scales: (blocks * heads, rows) float32, which receives the scales of rows; None if they have none.
     head_scales: (B or 1, heads or 1) float32, the scales of heads; None is 1.
     change: what becomes of each row before it is stored; None if nothing does.

@@ -297,7 +297,10 @@ class Arguments:
     tensors=list, refusal="has no code for sequences one after another, as attention_varlen has them", axes="m"
   )
   scales: tuple[Tensor, Tensor] | None = argument(
-    check=check_scales, tensors=list, refusal="has no code for keys and values of 8 bits that have scales", axes="bkn"
+    check=check_scales,
+    tensors=list,
+    refusal="has no code for keys and values of 8 or 4 bits that have scales",
+    axes="bkn",
   )
   four: FourBits | None = argument(feature="")
   q_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
