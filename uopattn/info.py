@@ -7,18 +7,23 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import DEV, Context
 
+from uopattn.dsl import sizes
 from uopattn.dsl.schedule import DTYPES, Schedule
 from uopattn.dsl.target import GENERIC, Target
 from uopattn.measure.program import Usage, choose_device, default_target, exit_status, kinds_with_kernels, reason
+from uopattn.plan.bias import mask_bias
 from uopattn.plan.dispatch import (
   NoKernel,
+  bias_launch,
   dispatch,
   dispatch_backward,
+  every_bias_schedule,
   every_schedule,
   schedules_on,
 )
@@ -38,15 +43,19 @@ def line(name: str, text: object) -> None:
   print(f"{name:<10} {text}")
 
 
-def case(dtype: DType, queries: int) -> AttentionSpec:
-  """Return the spec of an attention without a mask."""
-  q, k, v = (Tensor.empty(1, 1, n, HEAD_SIZE, dtype=dtype) for n in (queries, KEYS, KEYS))
-  return make_spec(q, k, v, Arguments(return_lse=True))
+def case(dtype: DType, queries: int, of_bias: bool = False) -> AttentionSpec:
+  """Return the spec of an attention without a mask, or for the gradient of an additive mask that two heads share."""
+  q, k, v = (Tensor.empty(1, 1 + of_bias, n, HEAD_SIZE, dtype=dtype) for n in (queries, KEYS, KEYS))
+  mask = Tensor.empty(1, 1, queries, KEYS, dtype=dtype) if of_bias else None
+  spec = make_spec(q, k, v, Arguments(return_lse=True, attn_mask=mask))
+  return spec if mask is None else replace(spec, bias=mask_bias(sizes(mask)))
 
 
 def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
-  """Return the name of the schedule chosen for a case ("" if none), forward or backward as `schedule` is."""
+  """Return the name of the schedule chosen for a case ("" if none), for the pass that `schedule` is for."""
   try:
+    if spec.bias is not None:
+      return bias_launch(spec, target).schedule.name
     launch = dispatch_backward(spec, target)[0] if _is_backward(schedule) else dispatch(spec, target)
   except NoKernel:
     return ""
@@ -61,7 +70,7 @@ def served(schedule: Schedule, target: Target) -> str:
   cases: dict[str, str] = {}
   for dtype in DTYPES:
     for queries, name in QUERIES.items():
-      if taken(schedule, case(dtype, queries), target) == schedule.name:
+      if taken(schedule, case(dtype, queries, _is_of_bias(schedule)), target) == schedule.name:
         cases.setdefault(dtype_name(dtype), name)
   return f"serves {', '.join(x + few for x, few in cases.items())}" if cases else against(schedule, target)
 
@@ -70,9 +79,14 @@ def _is_backward(schedule: Schedule) -> bool:
   return schedule in every_schedule(backward=True)
 
 
+def _is_of_bias(schedule: Schedule) -> bool:
+  return schedule in every_bias_schedule()
+
+
 def against(schedule: Schedule, target: Target) -> str:
   """Return why a schedule for this kind of device serves none of the cases; float16 is tried if it accepts that."""
-  spec = case(dtypes.float16 if dtypes.float16 in schedule.dtypes else schedule.dtypes[0], max(QUERIES))
+  dtype = dtypes.float16 if dtypes.float16 in schedule.dtypes else schedule.dtypes[0]
+  spec = case(dtype, max(QUERIES), _is_of_bias(schedule))
   try:
     for kernel in schedule.kernels:
       next(tiles_for(schedule, kernel, spec, target))
@@ -118,13 +132,17 @@ def report() -> int:
     line("another", text)
   if target is None:
     return 2
-  for name, backward in (("kernel", False), ("gradients", True)):
+  for name, every, backward in (
+    ("kernel", every_schedule(), False),
+    ("gradients", every_schedule(backward=True), True),
+    ("biases", every_bias_schedule(), True),
+  ):
     try:
       schedules_on(target, backward)
     except NoKernel as error:
       line(name, f"none: {error}")
       continue
-    for schedule in every_schedule(backward):
+    for schedule in every:
       line(name, f"{schedule.name}: {served(schedule, target)}")
   return 0
 

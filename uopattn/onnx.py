@@ -11,7 +11,11 @@ def register(*, backend: str = "auto") -> Handle:
   """Let tinygrad's `OnnxRunner` compute attention by kernels from now on.
 
   The operators are Attention, opsets 23 to 25, and com.microsoft's MultiHeadAttention and GroupQueryAttention, which
-  tinygrad lacks. `qk_matmul_output` is computed by plain tinygrad ops, if a model reads it.
+  tinygrad lacks. `qk_matmul_output` is computed by plain tinygrad ops, if a model reads it. `uopattn.integrate.onnx`
+  says what the latter two mean. MultiHeadAttention's cache_indirection is not supported.
+
+  Kernels read GroupQueryAttention's caches of 8 bits as they are stored, with scales of channels multiplied into
+  queries and outputs instead. Caches of 4 bits are copied to 8 bits first.
 
   Args:
     backend: as for `uopattn.attention`.
@@ -43,7 +47,9 @@ def _backend() -> str:
 def _install(undo: ExitStack) -> None:
   from tinygrad.nn.onnx import Domain, OpSetId, onnx_ops  # takes a while, and few programs need it
 
-  from uopattn.integrate.onnx import attention, group_query_attention, multi_head_attention
+  from uopattn.integrate.onnx.grouped import group_query_attention
+  from uopattn.integrate.onnx.multi_head import multi_head_attention
+  from uopattn.integrate.onnx.standard import attention
 
   if "GroupQueryAttention" in onnx_ops:
     return

@@ -206,6 +206,32 @@ def test_drawn(lengths: list[int], page_size: int, M: int, spare: int, causal: b
   case.check(is_causal=causal, q_start=max(lengths) // 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "arch",
+  ["sm_80", "gfx942", *(pytest.param(x, marks=pytest.mark.slowest) for x in ("sm_90", "gfx1201", "apple9", "cl"))],
+)
+def test_drawn_on_gpus(arch: str) -> None:
+  @drawn(3, 3, 40)
+  @given(
+    lengths=st.lists(st.integers(0, 130), min_size=1, max_size=3),
+    page_size=st.integers(1, 40),
+    M=st.integers(1, 20),
+    heads=st.tuples(*(st.integers(1, n) for n in (4, 3, 64, 40))),
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+  )
+  def check(
+    lengths: list[int], page_size: int, M: int, heads: tuple[int, int, int, int], causal: bool, seed: int
+  ) -> None:
+    group, Hkv, Dk, Dv = heads
+    with on(arch):
+      case = Case(lengths, page_size, M, dtype=dtypes.half, device="EMU", seed=seed, sizes=(group * Hkv, Hkv, Dk, Dv))
+      case.check(is_causal=causal, q_start=max(lengths) // 2)
+
+  check()
+
+
 @pytest.mark.parametrize("M", [2, 40])
 def test_what_is_no_key_does_not_matter(M: int) -> None:
   """Pages that no entry in use names, and the rows of last pages behind the last key."""
@@ -222,6 +248,21 @@ def test_what_is_no_key_does_not_matter(M: int) -> None:
 
 
 TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90", "apple9", "cl")
+
+
+@pytest.mark.parametrize(
+  ("arch", "dtype"),
+  [
+    ("sm_80", dtypes.half),
+    *(pytest.param(x, dtypes.half, marks=pytest.mark.slow) for x in ("gfx942", "apple9", "cl")),
+    *(pytest.param(x, dtypes.half, marks=pytest.mark.slowest) for x in ("gfx1100", "gfx1201", "sm_90")),
+    *(pytest.param(x, dtypes.fp8e4m3, marks=pytest.mark.slowest) for x in ("sm_89", "gfx942")),
+  ],
+)
+def test_nothing_is_read_behind_the_table(arch: str, dtype: Any) -> None:
+  """Of a table without spare entries, whose last tile is not whole, and rows that are loaded element by element."""
+  with on(arch):
+    Case([43, 44], 1, dtype=dtype, device="EMU", sizes=(4, 2, 29, 9)).check()
 
 
 @pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90"))

@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import on, placed
-from tinygrad import Tensor, TinyJit, dtypes
+from helpers import drawn, on, placed
+from hypothesis import given
+from hypothesis import strategies as st
+from tinygrad import Context, Tensor, TinyJit, dtypes
 
 from uopattn import attention_sparse
 from uopattn.dsl import sizes
@@ -91,6 +93,44 @@ def test_sizes(name: str, backend: str) -> None:
   assert not out.numpy()[0, 0, 0].any()
   assert lse.numpy()[0, 0, 0] == -np.inf
   case.check(out, lse)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, ...]:
+  B, Hkv, group, M, N, top_k, Dk, Dv = (draw(st.integers(1, n)) for n in (2, 3, 4, 5, 90, 90, 40, 40))
+  return B, Hkv * group, Hkv, M, N, top_k, Dk, Dv
+
+
+@pytest.mark.slow
+@pytest.mark.each("arch", evenly=True)
+@pytest.mark.parametrize("arch", [None, "gfx942", "sm_80", "sm_90", "apple9", "cl"])
+def test_drawn(arch: str | None) -> None:
+  @drawn(1, 2, 30)
+  @given(
+    shape=shapes(),
+    per_head=st.booleans(),
+    dtype=st.sampled_from([dtypes.float32, dtypes.float16, dtypes.bfloat16]),
+    has_lengths=st.booleans(),
+    softcap=st.none() | st.floats(0.5, 10),
+    has_sinks=st.booleans(),
+  )
+  def check(shape: Any, per_head: bool, dtype: Any, has_lengths: bool, softcap: float | None, has_sinks: bool) -> None:
+    with on(arch) if arch else Context():
+      case = Case(shape, dtype, "EMU" if arch else "CPU", per_head)
+      rng, (B, Hq, _, M, _, top_k, *_) = np.random.default_rng(0), shape
+      rules: dict[str, Any] = {"softcap": softcap}
+      options, lists = dict(rules), case.lists()
+      if has_sinks:
+        rules["sinks"] = sinks = rng.standard_normal(Hq).astype(np.float32)
+        options["sinks"] = placed(sinks, dtypes.float32, case.device)
+      if has_lengths:
+        lengths = rng.integers(0, top_k + 1, (B, M))
+        options["topk_length"] = placed(lengths, dtypes.int, case.device)
+        whole, case.table = case.table, np.where(np.arange(top_k) < lengths[:, None, :, None], case.table, -1)
+        lists, case.table = case.lists(), whole
+      case.check(*case.run(**options), lists=lists, **rules)
+
+  check()
 
 
 @pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90", "apple9", "cl"))

@@ -14,7 +14,9 @@ from tinygrad import Tensor, dtypes
 from tinygrad.nn.onnx import OnnxRunner, onnx_ops
 
 import uopattn
-from uopattn.integrate.onnx import attention, group_query_attention, multi_head_attention
+from uopattn.integrate.onnx.grouped import group_query_attention
+from uopattn.integrate.onnx.multi_head import multi_head_attention
+from uopattn.integrate.onnx.standard import attention
 from uopattn.proof.gate import compare
 from uopattn.proof.oracle import Array, oracle
 from uopattn.proof.roundings import FLOAT32
@@ -87,22 +89,22 @@ def check_same(name: str, got: Array, want: Array) -> None:
 
 
 INPUTS = {  # of com.microsoft's operators, in order
-  "MultiHeadAttention": "query key value bias key_padding_mask attention_bias past_key past_value",
+  "MultiHeadAttention": "query key value bias key_padding_mask attention_bias past_key past_value past_sequence_length",
   "GroupQueryAttention": "query key value past_key past_value seqlens_k total_sequence_length cos_cache sin_cache "
-  "position_ids attention_bias head_sink",
+  "position_ids attention_bias head_sink k_scale v_scale q_norm_weight k_norm_weight query_seqlens",
 }
-TYPES = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int32): TensorProto.INT32}
 
 
 def contrib(op: str, inputs: Arrays, outputs: int, **attributes: Any) -> onnx.ModelProto:
-  """A model of one of com.microsoft's operators."""
+  """A model of one of com.microsoft's operators. Its present caches have the type of its past ones."""
+  types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
   names = [name if name in inputs else "" for name in INPUTS[op].split()]
-  out = ["output", "present_key", "present_value"][:outputs]
+  out = ["output", "present_key", "present_value", "scores"][:outputs]
   graph = helper.make_graph(
     [helper.make_node(op, names, out, domain="com.microsoft", **attributes)],
     "one operator",
-    [helper.make_tensor_value_info(name, TYPES[x.dtype], x.shape) for name, x in inputs.items()],
-    [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in out],
+    [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in inputs.items()],
+    [helper.make_tensor_value_info(x, types.get(x.replace("present", "past"), TensorProto.FLOAT), None) for x in out],
   )
   return with_opsets(graph)
 
@@ -229,12 +231,6 @@ def test_group_query_attention(case: str) -> None:
       check_same(name, got[valid], want[valid])
 
 
-def test_unsupported_inputs_end_in_one_line() -> None:
-  operator = multi_head_attention(lambda: "auto")
-  with pytest.raises(NotImplementedError, match=r"^MultiHeadAttention: key_padding_mask has shape \(8,\); its form "):
-    operator(*(Tensor(x) for x in CROSS.values()), key_padding_mask=Tensor.ones(3 * B + 2), num_heads=H)
-
-
 def test_sizes_of_0() -> None:
   def zeros(*shape: int) -> Tensor:
     return Tensor.zeros(*shape, dtype=dtypes.float)
@@ -261,26 +257,6 @@ def test_sizes_of_0() -> None:
   for found, shape in given:
     np.testing.assert_array_equal(found[0].numpy(), np.zeros(shape))
     assert [0 in x.shape for x in found[1:]] == [True] * 3  # present keys and values, and scores
-
-
-GROUPED_REFUSALS: list[tuple[int, dict[str, Any], str]] = [  # further inputs, attributes and the message
-  (1, {}, "k_scale is not supported"),
-  (6, {"k_quant_type": "PER_TENSOR"}, "k_scale, .*query_seqlens, a further input, k_quant_type='PER_TENSOR' are not"),
-  (0, {"kv_cache_bit_width": 8}, "kv_cache_bit_width=8 is not supported"),
-  (0, {"sliding_window_cache": 1}, "sliding_window_cache=1 is not supported"),
-  (0, {"of_tomorrow": 0}, "of_tomorrow=0 is not supported"),
-  (0, {"causal": 2}, "causal is 2; it must be 0 or 1"),
-  (0, {"causal": 0, "local_window_size": 3}, "local_window_size is 3; it must be -1 when causal is 0"),
-]
-
-
-@pytest.mark.parametrize(("more", "attributes", "message"), GROUPED_REFUSALS)
-def test_group_query_attention_refuses(more: int, attributes: dict[str, Any], message: str) -> None:
-  inputs = [Tensor(DECODE[name]) if name in DECODE else None for name in INPUTS["GroupQueryAttention"].split()]
-  with pytest.raises((NotImplementedError, ValueError), match=f"^GroupQueryAttention: {message}"):
-    group_query_attention(lambda: "auto")(
-      *inputs, *(Tensor.ones(1) for _ in range(more)), num_heads=H, kv_num_heads=HKV, **attributes
-    )
 
 
 def decoder(layers: int, width: int, heads: int, letters: int) -> onnx.ModelProto:

@@ -16,6 +16,8 @@ SLOW = (
   "gpt_oss",
   "sliding_window_with_sinks",
   "shared_prefix",
+  "learned_biases",
+  "sparse_mla_decode",
 )
 CASES = [pytest.param(x, id=x.stem, marks=[pytest.mark.slow] if x.stem in SLOW else []) for x in RECIPES]
 

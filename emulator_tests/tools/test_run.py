@@ -295,6 +295,9 @@ INFO = {
     "fp8e5m2 of few queries",
     "gradients  hopper_fused_backward: serves problems for which it is faster than hopper_backward, large ones",
     "gradients  cuda_backward: serves float",
+    "biases     hopper_bias_backward: serves half, bfloat16",
+    "biases     cuda_bias_backward: serves float",
+    "biases     cpu_bias_backward: not for this machine, for CPU",
   ),
   "CPUU": ("compiler ", "device     none: DEV=CPUU cannot be used: device 'CPUU' is unknown", "another    CPU"),
 }

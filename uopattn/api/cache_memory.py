@@ -14,6 +14,7 @@ from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import Place
 from uopattn.plan.append import append_call
+from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
 from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
@@ -78,6 +79,26 @@ class CacheMemory:
     self.v_scale: Tensor | None = None
     if self._quantized:
       self.k_scale, self.v_scale = (zeros(B, Hkv, rows, dtype=dtypes.float) for _ in range(2))
+    # What was there before the trace of a `tinygrad.function` in which the cache was written, and that trace.
+    self._settled = self.k, self.v, self.k_scale, self.v_scale
+    self._traces: tuple[float, ...] = ()
+
+  def _settle(self) -> None:
+    """Forget what was written in a `tinygrad.function` whose trace is over, as the call of the function writes it.
+
+    Raises:
+      RuntimeError: the function was called by the one being traced.
+    """
+    current = traces()
+    if current[: len(self._traces)] == self._traces:
+      return
+    if current and current == self._traces[: len(current)]:
+      raise RuntimeError(
+        "the cache was written in a tinygrad.function that the one being traced has called; append and attend must be "
+        "in one function"
+      )
+    self.k, self.v, self.k_scale, self.v_scale = self._settled
+    self._traces = ()
 
   def _rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return new keys and values on the memory's device. Raises TypeError or ValueError if they do not fit it."""
@@ -170,6 +191,9 @@ class CacheMemory:
     call, q = append_call(
       held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
     )
+    if not self._traces:
+      self._settled = self.k, self.v, self.k_scale, self.v_scale
+    self._traces = traces()
     parts = [x.uop.after(call) for x in (*held, *scales)]
     found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
     self.k, self.v = found[:2]

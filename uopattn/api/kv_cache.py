@@ -24,7 +24,8 @@ class KVCache(CacheMemory):
 
   `append` and `attend` are lazy. Realize each step before the next: a Variable has only one value in everything that is
   realized together, and an output realized late may see what was written since. Return something from a `TinyJit` that
-  depends on the write: `attend`'s output, or `k` and `v` themselves.
+  depends on the write: `attend`'s output, or `k` and `v` themselves. In a `tinygrad.function`, which must have
+  `allow_implicit=True`, both belong in one function, and the call of the function writes.
 
   An 8-bit cache has one scale per key and one per value, which maps the largest element to the largest number of the
   dtype; the others are rounded to nearest. Kernels read the 8 bits and multiply scores and weights by the scales. A row
@@ -180,6 +181,7 @@ class KVCache(CacheMemory):
       >>> cache.k.tolist()
       [[[[0.0, 0.0], [-2.0, 1.0], [0.0, 0.0], [0.0, 0.0]]]]
     """
+    self._settle()
     k, v = self._rows(k, v)
     N_max, new = sizes(self.k)[2], NewQueries.of("KVCache.append", q, k, "the cache", options)
     start = self._start(start, sizes(k)[2], *new.limit(N_max, "the cache's"))
@@ -249,6 +251,7 @@ class KVCache(CacheMemory):
       >>> cache.attend(Tensor.randn(1, 8, 5, 16), 0, window=(3, 0)).realize().shape
       (1, 8, 5, 16)
     """
+    self._settle()
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
     start = self._start(start, M, sizes(self.k)[2])

@@ -84,6 +84,11 @@ def every_schedule(backward: bool = False) -> tuple[Schedule, ...]:
   return tuple(x for device in MODULES for x in schedules(device, backward))
 
 
+def every_bias_schedule() -> tuple[Schedule, ...]:
+  """Return the schedules for gradients of biases of all devices."""
+  return tuple(_bias_schedule(x) for modules in BIAS.values() for x in modules)
+
+
 def launch_on(spec: AttentionSpec, device: str) -> Launch:
   """Return the launch for an attention on a tinygrad device such as "CPU" or "CUDA:1".
 
@@ -238,7 +243,12 @@ def _bias_schedules(target: Target) -> list[Schedule]:
   """Return the schedules for gradients of biases, the most general one last. Raises NoKernel if there is none."""
   if (modules := BIAS.get(target.runs)) is None:
     raise NoKernel(f"no kernel for gradients of biases for device {target.device}")
-  return [import_module(f"uopattn.kernels.{x}").SCHEDULE for x in modules]
+  return [_bias_schedule(x) for x in modules]
+
+
+def _bias_schedule(module: str) -> Schedule:
+  found: Schedule = import_module(f"uopattn.kernels.{module}").SCHEDULE
+  return found
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:

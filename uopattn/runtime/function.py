@@ -1,6 +1,8 @@
 """What tinygrad knows and tells nobody: of a `tinygrad.function` while it is traced, and of a gradient."""
 
 import sys
+from collections.abc import Iterator
+from types import FrameType
 
 from tinygrad import UOp
 from tinygrad.function import _function
@@ -12,19 +14,30 @@ def in_function() -> bool:
   return _function.depth > 0
 
 
+def traces() -> tuple[float, ...]:
+  """Return a number for each `tinygrad.function` being traced, the innermost last; () outside of functions.
+
+  It is the time at which the trace began, as tinygrad notes it in a local variable.
+  """
+  return tuple(reversed([frame.f_locals["st"] for frame in _frames()]))
+
+
 def function_inputs() -> set[UOp]:
   """Return what the functions being traced were given.
 
   In what a function returns, tinygrad replaces these UOps, but nothing that they are views of. It keeps them in a local
   variable alone.
   """
-  found: set[UOp] = set()
+  return {u for frame in _frames() for u in frame.f_locals["call_uops"]}
+
+
+def _frames() -> Iterator[FrameType]:
+  """Yield the frames of the functions being traced, the innermost first."""
   frame = sys._getframe() if in_function() else None
   while frame is not None:
     if frame.f_code is _function.__call__.__code__:
-      found |= set(frame.f_locals["call_uops"])
+      yield frame
     frame = frame.f_back
-  return found
 
 
 def needed_arguments() -> set[int] | None:

@@ -147,11 +147,12 @@ class SwizzledTiles:
       Statements; or plain stores if rows are no whole number of chunks, or elements are widened.
     """
     whole = source.in_chunks(self.chunk)
+    start_of = source.start if whole and not source.widens else source.gated_start
     size, bits, stores = source.size, as_type(source.x, self.bits), []
     for i in range(self.pieces):
       row, chunk = self._piece(thread, i)
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
-      to, start = self.at(row, chunk), source.start(first + row)
+      to, start = self.at(row, chunk), start_of(first + row)
       if source.four is not None:
         stores.append(self.dialect.store_chunk(to, *self._of_four_bits(source, start, chunk * self.chunk, there)))
         continue

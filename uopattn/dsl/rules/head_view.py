@@ -210,14 +210,20 @@ class HeadView:
 
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
-    if self.in_pages and inside is not None:
-      # tinygrad simplifies the whole index by its gate, but gates only the outer load, not that of the page table.
-      row = least([row, clamp(self.length - 1, 0, max(0, int(self.length.vmax) - 1))])
     if self.four is not None:
       return self._word(self.start(row), d // PER_WORD, inside)
-    place = self.start(row) + d
+    place = (self.start if inside is None else self.gated_start)(row) + d
     memory = as_type(self.x, self.bits) if self.widens else self.x.base
     return memory[place if inside is None else place.valid(inside)]
+
+  def gated_start(self, row: UOp) -> UOp:
+    """`start` of a row for a load with a gate, which is false from `length` on.
+
+    tinygrad simplifies the whole index by its gate, but gates only the outer load, not that of the page table.
+    """
+    if self.in_pages:
+      row = least([row, clamp(self.length - 1, 0, max(0, int(self.length.vmax) - 1))])
+    return self.start(row)
 
   def _word(self, start: UOp, word: UOp, inside: UOp | None) -> UOp:
     """Index a 32-bit word of a row that starts at a byte, a multiple of 4; words from size / 8 on hold the scales."""

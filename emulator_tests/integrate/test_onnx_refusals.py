@@ -1,0 +1,128 @@
+"""Inputs and attributes of ONNX's operators that end in one line."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_onnx import DECODE, HKV, PAST, SELF, B, D, H, M, normal
+from tinygrad import Tensor
+
+from uopattn.integrate.onnx.grouped import Inputs, group_query_attention
+from uopattn.integrate.onnx.multi_head import multi_head_attention
+
+Refusals = list[tuple[dict[str, Any], dict[str, Any], str]]  # further inputs, attributes and the message
+
+BUFFER = {name: normal(B, H, 12, D) for name in ("past_key", "past_value")}
+MULTI_HEAD: Refusals = [
+  ({"cache_indirection": np.zeros((B, 1, 12), np.int32)}, {}, "cache_indirection is not supported"),
+  ({"past_key": BUFFER["past_key"]}, {}, "past_key and past_value must be given together"),
+  ({"past_sequence_length": np.array([3])}, {}, "past_sequence_length needs the buffers past_key and past_value"),
+  (BUFFER | {"past_sequence_length": np.array([3, 3])}, {}, r"past_sequence_length has shape \(2,\); it must have one"),
+  (
+    BUFFER | {"past_sequence_length": np.array(8)},
+    {},
+    "past_sequence_length is 8, key has 5 rows and past_key 12; it ",
+  ),
+  (BUFFER | {"past_sequence_length": np.array(-1)}, {}, "past_sequence_length is -1, .*; it must be from 0 to 7"),
+  (
+    {"key_padding_mask": np.ones(2 * B, np.int32)},
+    {},
+    r"key_padding_mask has shape \(4,\); it must have \(2,\), \(8,\)",
+  ),
+  (
+    {"key_padding_mask": np.ones((B, 4), np.int32)},
+    {},
+    r"key_padding_mask has shape \(2, 4\); its last size must be 5",
+  ),
+  (PAST | {"key_padding_mask": np.ones((B, M), np.int32)}, {}, "key_padding_mask has shape .* must be 8, that of all"),
+  (
+    BUFFER | {"past_sequence_length": np.array(3), "attention_bias": normal(1, H, M, 12)},
+    {},
+    "attention_bias has shape",
+  ),
+]
+
+
+@pytest.mark.parametrize(("more", "attributes", "message"), MULTI_HEAD)
+def test_multi_head_attention_refuses(more: dict[str, Any], attributes: dict[str, Any], message: str) -> None:
+  inputs = {name: Tensor(x) for name, x in (SELF | more).items()}
+  with pytest.raises((NotImplementedError, ValueError), match=f"^MultiHeadAttention: {message}"):
+    multi_head_attention(lambda: "auto")(**inputs, num_heads=H, **attributes)
+
+
+ONE, CHANNELS = np.ones(1, np.float32), np.ones((1, HKV, 1, D), np.float32)
+SCALES = {"k_scale": ONE, "v_scale": ONE}
+INTEGERS = {name: np.zeros((B, HKV, 8, D), np.int8) for name in ("past_key", "past_value")} | SCALES
+EIGHT = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+NORMS = {"q_norm_weight": np.ones(D, np.float32), "k_norm_weight": np.ones(D, np.float32)}
+CHUNK = {"query_seqlens": np.array([1, 1], np.int32)}
+WINDOW = {"sliding_window_cache": 1, "local_window_size": 4}
+GROUPED: Refusals = [
+  ({"more": ONE}, {"of_tomorrow": 0}, "a further input, of_tomorrow=0 are not supported"),
+  ({}, {"of_tomorrow": 0}, "of_tomorrow=0 is not supported"),
+  ({}, {"causal": 2}, "causal is 2; it must be 0 or 1"),
+  ({}, {"causal": 0, "local_window_size": 3}, "local_window_size is 3; it must be -1 when causal is 0"),
+  ({"past_value": None}, {}, "past_key and past_value must be given together"),
+  (SCALES, {}, "k_scale is given, but k_quant_type is NONE"),
+  ({}, {"kv_cache_bit_width": 8}, "kv_cache_bit_width is 8, but k_quant_type is NONE"),
+  (
+    INTEGERS,
+    EIGHT | {"k_quant_type": "PER_TOKEN"},
+    "k_quant_type is 'PER_TOKEN'; accepted are NONE, PER_TENSOR, PER_C",
+  ),
+  (
+    INTEGERS,
+    EIGHT | {"kv_cache_bit_width": 0},
+    "kv_cache_bit_width is 0; with k_quant_type='PER_TENSOR' it must be 4 ",
+  ),
+  (INTEGERS | {"v_scale": None}, EIGHT, "v_scale is missing; v_quant_type='PER_TENSOR' needs it"),
+  (INTEGERS | {"v_scale": None}, EIGHT | {"v_quant_type": "NONE"}, "kv_cache_bit_width is 8, but v_quant_type is NONE"),
+  (
+    INTEGERS | {"k_scale": CHANNELS},
+    EIGHT,
+    r"k_scale has shape \(1, 2, 1, 32\) and dtype float; with .* \(1, 1, 1, 1\)",
+  ),
+  (
+    INTEGERS,
+    EIGHT | {"v_quant_type": "PER_CHANNEL"},
+    r"v_scale has shape \(1,\) .* it must be \(1, 2, 1, 32\) float32",
+  ),
+  (
+    SCALES,
+    EIGHT,
+    "past_key has shape .* and dtype float; with kv_cache_bit_width=8 it must have 32 channels of char",
+  ),
+  (INTEGERS, EIGHT | {"kv_cache_bit_width": 4}, "past_key has shape .*; with kv_cache_bit_width=4 it must have 16 ch"),
+  ({"q_norm_weight": NORMS["q_norm_weight"]}, {}, "q_norm_weight and k_norm_weight must be given together"),
+  (NORMS | {"k_norm_weight": ONE}, {}, r"k_norm_weight has shape \(1,\); it must be \(32,\)"),
+  (NORMS, {"qk_norm_epsilon": 0.0}, "qk_norm_epsilon is 0.0; it must be finite and greater than 0"),
+  (NORMS, {"k_norm_epsilon": np.inf}, "k_norm_epsilon is inf; it must be finite and greater than 0"),
+  (CHUNK | {"past_key": None, "past_value": None}, {}, "query_seqlens needs past_key and past_value"),
+  (CHUNK, {"causal": 0}, "causal is 0; it must be 1 with query_seqlens"),
+  ({"query_seqlens": np.array([1], np.int32)}, {}, r"query_seqlens has shape \(1,\); it must be \(2,\)"),
+  ({"query_seqlens": np.array([1, 2], np.int32)}, {}, r"query_seqlens\[1\] is 2, seqlens_k\[1\] 5; .* from 0 to 1"),
+  (
+    {"query_seqlens": np.array([0, 1], np.int32)},
+    {},
+    r"query_seqlens\[0\] is 0, .* a cache of 8 it must be from 1 to 1",
+  ),
+  ({"past_key": None, "past_value": None}, WINDOW, "sliding_window_cache needs past_key and past_value"),
+  ({}, WINDOW | {"sliding_window_cache": 2}, "sliding_window_cache is 2; it must be 0 or 1"),
+  (
+    {},
+    WINDOW | {"local_window_size": 9},
+    "local_window_size is 9 and past_key has 8 rows; with sliding_window_cache=1",
+  ),
+  ({}, {"sliding_window_cache": 1}, "local_window_size is -1 and past_key has 8 rows"),
+  ({"attention_bias": normal(1, H, 1, 8)}, {}, r"attention_bias has shape \(1, 4, 1, 8\); it must have .* last of 9"),
+  ({}, WINDOW | {"qk_output": 1}, "qk_output=1 is not supported with sliding_window_cache=1"),
+]
+
+
+@pytest.mark.parametrize(("more", "attributes", "message"), GROUPED)
+def test_group_query_attention_refuses(more: dict[str, Any], attributes: dict[str, Any], message: str) -> None:
+  given = DECODE | more
+  names = [*Inputs.__dataclass_fields__, "more"]
+  inputs = [None if given.get(name) is None else Tensor(given[name]) for name in names]
+  with pytest.raises((NotImplementedError, TypeError, ValueError), match=f"^GroupQueryAttention: {message}"):
+    group_query_attention(lambda: "auto")(*inputs, num_heads=H, kv_num_heads=HKV, **attributes)
