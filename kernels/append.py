@@ -1,9 +1,10 @@
 """Writes new keys and values into a cache, in place, each sequence from a position of its own on.
 
-One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 bits. A `Place` says which row
-of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there is none, nothing
-is written. A row in the cache's dtype is copied as words; others are rounded to 8 bits, to nearest, ties to even, after
-division by a scale: of the head, or of the row, which then maps its largest element to the largest number of the dtype.
+One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. A `Place` says
+which row of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there is
+none, nothing is written. A row in the cache's dtype is copied as words; others are rounded to 8 or 4 bits, to nearest,
+ties to even, after division by a scale: of the head, or of the row, which then maps its largest element to the largest
+number of the dtype.
 
 A `NormRope` says what becomes of keys before that: RMS norm and rotation. The kernel may do the same to the queries of
 the same positions, and writes them to memory of their own.
@@ -25,12 +26,14 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, as_type, clamp, make_kernel, sizes
 from uopattn.dsl.rules import norm_rope
+from uopattn.dsl.rules.four_bits import BYTES, GROUP, LARGEST_NUMBER, LARGEST_SCALE, rounded_group
 from uopattn.dsl.rules.norm_rope import AT_ONCE, NormRope, Part
-from uopattn.dsl.rules.quantized import LARGEST, bfloat16_bits, read_float, rounded_bits
+from uopattn.dsl.rules.quantized import LARGEST, FourBits, bfloat16_bits, read_float, rounded_bits
 from uopattn.dsl.scope import View, row_start
 
 LANES, ROWS = 32, 64
-MAX_STORED = {dtypes.int8: 127.0, **LARGEST}
+LARGEST_IN_FOUR: dict[DType, float] = {x: n * LARGEST_SCALE for x, n in LARGEST_NUMBER.items()}
+MAX_STORED: dict[DType, float] = {dtypes.int8: 127.0, **LARGEST, **LARGEST_IN_FOUR}
 LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 INFINITY = 0x7F800000  # the bits of a float32
 WORDS = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}
@@ -114,10 +117,11 @@ class Operand:
 
   Attributes:
     source: (B * heads, M, D), a buffer or a strided view.
-    target: (blocks * heads, rows, D), likewise, in the source's dtype, or of 8 bits.
+    target: (blocks * heads, rows, D), likewise, in the source's dtype, or of 8 or 4 bits.
     row_scales: (blocks * heads, rows) float32, which receives the scales of rows; None if they have none.
     head_scales: (B or 1, heads or 1) float32, the scales of heads; None is 1.
     change: what becomes of each row before it is stored; None if nothing does.
+    four: the format of the target if it has 4 bits, see `uopattn.dsl.rules.four_bits`; it is of bytes then.
   """
 
   source: UOp | View
@@ -125,6 +129,7 @@ class Operand:
   row_scales: UOp | None = None
   head_scales: UOp | None = None
   change: NormRope | None = None
+  four: FourBits | None = None
 
   @property
   def unit(self) -> int:
@@ -223,7 +228,7 @@ class _Row:
       return self._each_element(x, parts, lambda value: _as_stored(value, x.target.dtype))
     scale, stores = UOp.const(1.0, dtypes.float), []
     if x.row_scales is not None:
-      scale = self._scale(parts, x.target.dtype)
+      scale = self._scale(parts, x.four or x.target.dtype)
       once = self.kept if self.lane is None else self.kept & self.lane.eq(0)
       place = self.target * sizes(x.row_scales)[-1] + self.row
       stores.append(x.row_scales.base[place.valid(once)].store(scale))
@@ -232,6 +237,9 @@ class _Row:
       scale = x.head_scales.base[(b if batches > 1 else 0) * scaled + (h if scaled > 1 else 0)].load()
     usable = scale > 0
     divisor = usable.where(scale, 1.0)
+    if x.four is not None:
+      (row,) = parts
+      return [*stores, self._each_group(x, lambda d, within: usable.where(row.at(d, within) / divisor, 0.0))]
 
     def stored(value: UOp) -> UOp:
       return _eight_bits(usable.where(value / divisor, 0.0), x.target.dtype)
@@ -273,6 +281,20 @@ class _Row:
       return store
 
     return [self._each(part.steps, of_part(part)) for part in parts]
+
+  def _each_group(self, x: Operand, element: norm_rope.Element) -> UOp:
+    """Return the stores of a row that is kept in 4 bits: groups of elements, two in a byte, and their scales."""
+    D, memory, start = sizes(x.source)[-1], as_type(x.target, dtypes.uchar), row_start(x.target, self.target, self.row)
+
+    def store(group: UOp, within: UOp) -> UOp:
+      assert x.four is not None
+      bits, codes = rounded_group([element(group * GROUP + i, within) for i in range(GROUP)], x.four)
+      found = [codes[low] | (codes[high] << 4) for low, high in BYTES]
+      places = [*(group * len(BYTES) + i for i in range(len(BYTES))), group + D // 2]
+      stores = (memory[(start + at).valid(within)].store(byte) for at, byte in zip(places, (*found, bits), strict=True))
+      return UOp.group(*stores)
+
+    return self._each(D // GROUP, store)
 
   def _each(self, count: int, store: Callable[[UOp, UOp], UOp]) -> UOp:
     """Return store(n, whether to) for n < count, of a row that is kept."""

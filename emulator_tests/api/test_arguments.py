@@ -288,7 +288,7 @@ def test_flash_checks_its_placeholders() -> None:
 
 def test_each_argument_is_declared() -> None:
   """What `attention` takes and what `Arguments` declares, but for what its kin make of their own."""
-  of_kin = {"seed", "bounds", "scales", "page_table", "indices"}
+  of_kin = {"seed", "bounds", "scales", "four", "page_table", "indices"}
   taken = signature(attention).parameters.keys() | get_type_hints(AttentionOptions).keys()
   assert (taken - {"q", "k", "v", "options", "backend"}) | of_kin == ARGUMENTS.keys()
 

@@ -9,7 +9,8 @@ from tinygrad.engine.realize import capturing
 from uopattn.api.norm_rope import NewQueries
 from uopattn.api.paged import at_hand
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.rules.four_bits import GROUP, columns_in
+from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import Place
 from uopattn.plan.append import append_call
@@ -20,7 +21,7 @@ from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, p
 
 
 class CacheMemory:
-  """Keys and values of one layer, with scales if they have 8 bits.
+  """Keys and values of one layer, with scales if they have 8 or 4 bits.
 
   Attributes:
     k: (B, Hkv, rows, Dk).
@@ -35,7 +36,7 @@ class CacheMemory:
     rows: int,
     Dk: int,
     Dv: int | None,
-    dtype: DType,
+    dtype: DType | str,
     device: Devices | None,
     axis: int | None,
   ):
@@ -46,8 +47,19 @@ class CacheMemory:
       if not isinstance(size, int) or size < least:
         raise ValueError(f"{name} is {size!r}; it must be an int >= {least}")
     accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
-    if dtype not in accepted:
-      raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
+    self._four = FORMATS.get(dtype) if isinstance(dtype, str) else None
+    if self._four is None and dtype not in accepted:
+      names = [*map(dtype_name, accepted), *map(repr, FORMATS)]
+      raise TypeError(
+        f"dtype is {repr(dtype) if isinstance(dtype, str) else dtype_name(dtype)}; accepted are {', '.join(names)}"
+      )
+    for name, size in (("Dk", Dk), ("Dv", Dv)) if self._four is not None else ():
+      if size % GROUP:
+        raise ValueError(
+          f"{name} is {size}; in {dtype} it must be a multiple of {GROUP}, as {GROUP} elements share a scale"
+        )
+    stored = dtypes.uint8 if isinstance(dtype, str) else dtype
+    self._sizes = (Dk, Dv)
 
     if isinstance(device, tuple) and axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % len(device)):
       raise ValueError(
@@ -61,10 +73,11 @@ class CacheMemory:
       part = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
       return joined(Tensor.zeros(*part, dtype=dtype, device=device).contiguous(), axis).realize()
 
-    self.k, self.v = (zeros(B, Hkv, rows, D, dtype=dtype) for D in (Dk, Dv))
+    columns = (Dk, Dv) if self._four is None else (columns_in(Dk), columns_in(Dv))
+    self.k, self.v = (zeros(B, Hkv, rows, D, dtype=stored) for D in columns)
     self.k_scale: Tensor | None = None
     self.v_scale: Tensor | None = None
-    if dtype in QUANTIZED_DTYPES:
+    if self._quantized:
       self.k_scale, self.v_scale = (zeros(B, Hkv, rows, dtype=dtypes.float) for _ in range(2))
     # What was there before the trace of a `tinygrad.function` in which the cache was written, and that trace.
     self._settled = self.k, self.v, self.k_scale, self.v_scale
@@ -91,12 +104,12 @@ class CacheMemory:
     """Return new keys and values on the memory's device. Raises TypeError or ValueError if they do not fit it."""
     k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
     M = sizes(k)[2] if k.ndim == 4 else 0
-    for name, x, held in (("k", k, self.k), ("v", v, self.v)):
-      B, Hkv, _, D = sizes(held)
+    for name, x, held, D in (("k", k, self.k, self._sizes[0]), ("v", v, self.v, self._sizes[1])):
+      B, Hkv, *_ = sizes(held)
       if x.shape != (B, Hkv, M, D):
         raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M the same of k and v")
-      if x.dtype not in (accepted := DTYPES_16_32 if held.dtype in QUANTIZED_DTYPES else (held.dtype,)):
-        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
+      if x.dtype not in (accepted := DTYPES_16_32 if self._quantized else (held.dtype,)):
+        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(self._four or held.dtype)}"
         raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
       if x.device != held.device:
         raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
@@ -109,7 +122,12 @@ class CacheMemory:
   @property
   def _weak(self) -> DType:
     """The dtype that Tensors of a weak dtype are cast to."""
-    return dtypes.default_float if self.k.dtype in QUANTIZED_DTYPES else self.k.dtype
+    return dtypes.default_float if self._quantized else self.k.dtype
+
+  @property
+  def _quantized(self) -> bool:
+    """Whether rows are rounded to fewer bits, with scales."""
+    return self._four is not None or self.k.dtype in QUANTIZED_DTYPES
 
   @property
   def _scales(self) -> tuple[Tensor, Tensor] | None:
@@ -150,11 +168,18 @@ class CacheMemory:
     new: NewQueries,
     lengths: Tensor | None = None,
   ) -> Tensor | None:
-    """Write new keys and values, if there are any, and their scales if the cache has 8 bits; return the queries.
+    """Write new keys and values, if there are any, and their scales if the cache has 8 or 4 bits; return the queries.
 
     Args:
       lengths: (B,) int32, the number of new keys of each sequence; None is all.
+
+    Raises:
+      ValueError: queries or keys are to be rotated or normalized, which a cache of 4 bits does not do.
     """
+    if self._four is not None and new.change is not None:
+      raise ValueError(
+        f"rotary positions or norms are given for a cache in {self._four.name}; it takes keys that have them already"
+      )
     if 0 in (*sizes(k), *sizes(self.k)):
       return new.q
     axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None
@@ -163,7 +188,9 @@ class CacheMemory:
     start = part_of(start, of_sequence) if isinstance(start, Tensor) else start
     lengths = None if lengths is None else part_of(lengths, of_sequence)
     q = None if new.q is None else part_of(new.q, axis)
-    call, q = append_call(held, rows, start, place, row_scales=scales, lengths=lengths, q=q, norm_rope=new.change)
+    call, q = append_call(
+      held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
+    )
     if not self._traces:
       self._settled = self.k, self.v, self.k_scale, self.v_scale
     self._traces = traces()

@@ -31,12 +31,12 @@ class RingCache(CacheMemory):
   larger one is for chunks of a prompt and for speculative decoding. A draft of at most M_max positions may be rolled
   back: append at an earlier `start`.
 
-  `append`, `attend` and `prefill` are lazy, and write scales if the cache has 8 bits, as in `KVCache`.
+  `append`, `attend` and `prefill` are lazy, and write scales if the cache has 8 or 4 bits, as in `KVCache`.
 
   Attributes:
     k: (B, Hkv, sink_tokens + window + M_max - 1, Dk), rows in the order of the ring.
     v: (B, Hkv, sink_tokens + window + M_max - 1, Dv), as k.
-    k_scale, v_scale: float32 factors for the rows of k and v of 8 bits, otherwise None.
+    k_scale, v_scale: float32 factors for the rows of k and v of 8 or 4 bits, otherwise None.
 
   Example:
     >>> from tinygrad import Tensor, UOp
@@ -63,7 +63,7 @@ class RingCache(CacheMemory):
     *,
     sink_tokens: int = 0,
     M_max: int = 1,
-    dtype: DType = dtypes.float32,
+    dtype: DType | str = dtypes.float32,
     device: Devices | None = None,
     axis: int | None = None,
   ):
@@ -133,7 +133,7 @@ class RingCache(CacheMemory):
     Of more positions than the ring has rows, the last are kept, and the sink tokens.
 
     Args:
-      k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16. M may be 0.
+      k: (B, Hkv, M, Dk), in the cache's dtype; for one of 8 or 4 bits float32, float16 or bfloat16. M may be 0.
       v: (B, Hkv, M, Dv), as k.
       start: int, bound Variable, an expression of Variables, or (B,) Tensor of any integer dtype, with a position for
         each sequence. An int is compiled for that position only.
@@ -232,7 +232,7 @@ class RingCache(CacheMemory):
     if self._M_max < M:
       raise ValueError(f"q has {M} queries; attend of a RingCache takes M_max={self._M_max} at most, prefill any")
     start = self._start(start, M, FAR)
-    own = {"kv_lengths": self._filled(start, M), "scales": self._scales, "return_lse": return_lse}
+    own = {"kv_lengths": self._filled(start, M), "scales": self._scales, "four": self._four, "return_lse": return_lse}
     if self._M_max > 1:
       own["attn_mask"] = self._mask(start, M)
     backend, given = options.pop("backend", "auto"), {"enable_gqa": True, **options}
@@ -286,7 +286,7 @@ class RingCache(CacheMemory):
   ) -> Tensor | tuple[Tensor, Tensor]:
     """Append the first M positions of a text, of any length, and compute the attention of their queries.
 
-    Attention is over k and v themselves, not rounded to 8 bits. Sink tokens and the window are two calls of
+    Attention is over k and v themselves, not rounded to 8 or 4 bits. Sink tokens and the window are two calls of
     `uopattn.attention`, which `merge_states` merges, so that tiles outside of the window are skipped.
 
     Args:

@@ -23,6 +23,8 @@ def words_of(rows: HeadView, exists: UOp = ALWAYS, *after: UOp) -> Load:
   Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0. float32 is loaded after
   `after`.
   """
+  if rows.four is not None:
+    return _four_bit_words(rows, exists)
   if rows.widens:
     return (_widened_words if rows.to in DTYPES_16 else _widened_floats)(rows, exists)
   if rows.x.dtype.itemsize == 4:
@@ -68,6 +70,20 @@ def _widened_words(rows: HeadView, exists: UOp) -> Load:
       halves = [_or_zero(elements, first, 2 * word + i, size, exists) for i in range(2)]
     low, high = (rows.wide_bits(x).cast(dtypes.uint) for x in halves)
     return low | (high << 16)
+
+  return load
+
+
+def _four_bit_words(rows: HeadView, exists: UOp) -> Load:
+  """`words_of` for 4-bit elements."""
+  per = 1 if rows.to == dtypes.float else 2  # widened elements in a word
+
+  def load(row: UOp, word: UOp) -> UOp:
+    if per * word.vmin >= rows.size or not exists.vmax:
+      return UOp.const(0, dtypes.uint)
+    inside = exists if per * word.vmax < rows.size else exists & (per * word < rows.size)
+    found = [x.cast(dtypes.uint) for x in rows.four_bits(rows.start(row), per * word, per, inside)]
+    return found[0] if per == 1 else found[0] | (found[1] << 16)
 
   return load
 

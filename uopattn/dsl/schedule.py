@@ -10,6 +10,8 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.rules.bias import Bias, BiasWork
+from uopattn.dsl.rules.four_bits import columns_in
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.target import Target
 
@@ -38,7 +40,7 @@ class Problem:
     features: names of the arguments in use beyond scale, enable_gqa, return_lse and those that make `masks`.
     masks: masks that give each query a range of keys by its position, such as is_causal and window.
     block_heads: batches and heads of the block mask; None without one.
-    kv_dtype: dtype of k and v if it is not q's, else None.
+    kv_dtype: dtype of k and v if it is not q's, or the format of their 4 bits; else None.
     tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.
     values_in_keys: whether V is the first Dv columns of K, in the same memory.
     bias: the bias whose gradient is wanted; None if that is no kernel's task.
@@ -101,6 +103,10 @@ class Problem:
     """The type of k and v in memory."""
     return self.dtype if self.kv_dtype is None else self.kv_dtype
 
+  def columns(self, D: int) -> int:
+    """Elements of the buffer of k or v in a row of D; bytes if these have 4 bits."""
+    return columns_in(D) if isinstance(self.stored, FourBits) else D
+
   @property
   def fits_tensor_maps(self) -> bool:
     """Whether tensor maps can describe q, k, v and dO; see `uopattn.dsl.nvidia.tensor_pipeline`."""
@@ -110,7 +116,7 @@ class Problem:
   @property
   def kv_bytes(self) -> int:
     """Bytes of K and V; of K if V is in it."""
-    columns = self.Dk + (0 if self.values_in_keys else self.Dv)
+    columns = self.columns(self.Dk) + (0 if self.values_in_keys else self.columns(self.Dv))
     return self.B * self.Hkv * self.N * columns * self.stored.itemsize
 
   def packed(self, heads: int) -> Self:
@@ -126,7 +132,7 @@ def _as_q(problem: Problem) -> DType:
 
 
 def _as_stored(problem: Problem) -> DType:
-  return problem.stored
+  return dtypes.uchar if isinstance(problem.stored, FourBits) else problem.stored
 
 
 def in_float32(problem: Problem) -> DType:
@@ -167,8 +173,8 @@ class Buffer:
 
 
 Q = Buffer("q", lambda p, *_: (p.B, p.Hq, p.M, p.Dk))
-K = Buffer("k", lambda p, *_: (*p.kept, p.Dk), _as_stored)
-V = Buffer("v", lambda p, *_: (*p.kept, p.Dv), _as_stored)
+K = Buffer("k", lambda p, *_: (*p.kept, p.columns(p.Dk)), _as_stored)
+V = Buffer("v", lambda p, *_: (*p.kept, p.columns(p.Dv)), _as_stored)
 O = Buffer("o", lambda p, *_: (p.B, p.Hq, p.M, p.Dv))
 LSE = Buffer("lse", lambda p, *_: (p.B, p.Hq, p.M), in_float32)
 DO = replace(O, name="do")

@@ -13,6 +13,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import clamp, sizes
 from uopattn.dsl.instruction import typed
 from uopattn.dsl.rules.masks import FAR
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.scope import View
 from uopattn.kernels.append import Operand, Place, append
 from uopattn.plan.launch import empty
@@ -74,6 +75,7 @@ class Append:
     head_scales: the shapes of the scales of the heads of k and of v, (B or 1, heads or 1); None if they have none.
     queries: of the same positions; None if there are none.
     norm_rope: what becomes of queries and keys; None if nothing does.
+    four: the format of the targets if they have 4 bits.
   """
 
   targets: tuple[Memory, Memory]
@@ -86,6 +88,7 @@ class Append:
   head_scales: tuple[tuple[int, int], ...] | None
   queries: Memory | None = None
   norm_rope: NormRopeSpec | None = None
+  four: FourBits | None = None
 
   def graph(self, on_cpu: bool) -> UOp:
     """Build the kernel on buffers with slots from 0 on."""
@@ -119,7 +122,8 @@ class Append:
     def count(b: UOp) -> UOp:
       return UOp.const(M) if lengths is None else clamp(lengths[b].load().cast(dtypes.weakint), 0, M)
 
-    keys, values = map(Operand, sources, targets, row_scales, head_scales, (of_keys, None))
+    fours = (self.four, self.four)
+    keys, values = map(Operand, sources, targets, row_scales, head_scales, (of_keys, None), fours)
     new = None if queries is None or rotated is None else Operand(queries, rotated, change=of_queries)
     name = f"append_{B}_{heads}_{M}_{self.sources[0].shape[3]}_{self.sources[1].shape[3]}"
     return typed(append(keys, values, start, count, self.place, tables, (B, heads, M), name, on_cpu, new))
@@ -149,6 +153,7 @@ def append_call(
   tables: Sequence[Tensor] = (),
   lengths: Tensor | None = None,
   head_scales: Sequence[Tensor] = (),
+  four: FourBits | None = None,
   q: Tensor | None = None,
   norm_rope: NormRopeTensors | None = None,
 ) -> tuple[UOp, Tensor | None]:
@@ -166,6 +171,7 @@ def append_call(
     tables: int32 Tensors that `place` reads.
     lengths: (B,) int32, the number of new keys of each sequence; None is M.
     head_scales: of keys and of values, (B or 1, heads or 1) float32.
+    four: the format of the targets if they have 4 bits; they are (blocks, heads, rows, columns) uint8 then.
     q: queries of the same positions, (B, query heads, M, D), which become what `norm_rope` says.
     norm_rope: what becomes of keys before they are written, and of queries.
   """
@@ -189,6 +195,7 @@ def append_call(
     tuple(cast(tuple[int, int], sizes(x)) for x in head_scales) or None,
     None if q is None else Memory.of(q),
     None if norm_rope is None else norm_rope.spec,
+    four,
   )
   device = cast(Devices, targets[0].device)
   outputs = [flat_base("a cache", x, memory.layout) for x, memory in zip(targets, memories[0], strict=True)]

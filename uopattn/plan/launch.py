@@ -213,7 +213,7 @@ def rules_of(
   given |= {name: x for name in ("q_start", "kv_lengths") if (x := getattr(spec, name)) is not None}
   if "scales" in given:
     keys, values = given["scales"]
-    given["scales"] = Scales(keys, values, operand, unit(spec.stored, operand))
+    given["scales"] = Scales(keys, values, operand, unit(spec.stored, operand), spec.stored)
   if spec.bias is not None and spec.bias.read is not None:
     assert spec.score_mod is not None
     given["bias_slope"] = spec.score_mod.slope(tables["aux"], spec.bias.read)

@@ -9,6 +9,7 @@ from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
+from uopattn.dsl.rules.four_bits import of_tensor
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.ranges import Bounds, Lengths
 from uopattn.spec.arguments import Arguments
@@ -53,7 +54,7 @@ def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
 
   It is 0 past kv_lengths: such a key has weight 0, but 0 * NaN is NaN.
   """
-  x = _wide(x)
+  x = _wide(x) if arguments.four is None else of_tensor(x, arguments.four).detach()
   if arguments.scales is not None:
     x = x * arguments.scales[values].unsqueeze(-1)
   if arguments.page_table is not None:

@@ -17,6 +17,7 @@ from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes as shape_of
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.ranges import Range, Window, merged
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.layout import folded
@@ -258,6 +259,7 @@ class Arguments:
     seed: random seed for dropout in training, (2,) uint32.
     bounds: the first and the last key that each query sees, (M,) int32 both; `attention_varlen` makes them.
     scales: factors on each key and each value, (B, Hkv, N) float32 both. k and v then have one of QUANTIZED_DTYPES.
+    four: the format of k and v in 4 bits, see `uopattn.dsl.rules.four_bits`; they have scales too.
     q_scale, k_scale, v_scale: factors on q, k and v; (B or 1, Hkv or 1) once `settled`.
     page_table: the page table of `attention_paged`, (B, max_pages) int32.
     indices: the keys that `attention_sparse` lets each of B sequences of one query see: their numbers among the keys of
@@ -295,8 +297,12 @@ class Arguments:
     tensors=list, refusal="has no code for sequences one after another, as attention_varlen has them", axes="m"
   )
   scales: tuple[Tensor, Tensor] | None = argument(
-    check=check_scales, tensors=list, refusal="has no code for keys and values of 8 bits that have scales", axes="bkn"
+    check=check_scales,
+    tensors=list,
+    refusal="has no code for keys and values of 8 or 4 bits that have scales",
+    axes="bkn",
   )
+  four: FourBits | None = argument(feature="")
   q_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
   k_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
   v_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)

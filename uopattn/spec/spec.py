@@ -10,6 +10,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Places
+from uopattn.dsl.rules.four_bits import elements_in
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Positions
@@ -155,7 +156,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     ValueError: an argument's value or shape does not fit.
   """
   _check_operands(q, k, v, arguments)
-  (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), sizes(v)[3]
+  (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), _head_size(v, arguments)
   pages = (P, N) if arguments.pages_keys else None
   if arguments.page_table is not None:
     N = N * sizes(arguments.page_table)[1]
@@ -191,7 +192,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     block_mod=None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
     block_heads=None if blocks is None else blocks.heads,
     inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in arguments.tensors()),
-    kv_dtype=None if k.dtype == q.dtype else k.dtype,
+    kv_dtype=arguments.four or (None if k.dtype == q.dtype else k.dtype),
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
     layouts=layouts((B, Hq, M, Dv), q, k, v) if has_pairs else (),
@@ -214,12 +215,15 @@ def layouts(of_output: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> tupl
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> None:
   names = ("q", "k", "v") if arguments.page_table is None else ("q", "k_pages", "v_pages")
   named = dict(zip(names, (q, k, v), strict=True))
-  _check_dtypes(named, arguments.scales is not None)
+  _check_dtypes(named, arguments)
   for name, x in named.items():
     if not all(isinstance(size, int) for size in x.shape) or x.shape[-1] < 1:
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
     check_device(name, x, q.device)
-  (_check_pages if arguments.pages_keys else _check_shapes)(q, k, v)
+  if arguments.pages_keys:
+    _check_pages(q, k, v)
+  else:
+    _check_shapes(q, k, v, _head_size(k, arguments))
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
   if Hq != Hkv and not arguments.enable_gqa:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
@@ -227,10 +231,16 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
 
 
-def _check_dtypes(named: dict[str, Tensor], scaled: bool) -> None:
+def _head_size(x: Tensor, arguments: Arguments) -> int:
+  """Return the head size of k or v."""
+  return sizes(x)[3] if arguments.four is None else elements_in(sizes(x)[3])
+
+
+def _check_dtypes(named: dict[str, Tensor], arguments: Arguments) -> None:
   q, k, v = named.values()
-  if scaled:
-    for (name, x), accepted in zip(named.items(), (DTYPES_16_32, QUANTIZED_DTYPES, (k.dtype,)), strict=True):
+  if arguments.scales is not None:
+    stored = QUANTIZED_DTYPES if arguments.four is None else (dtypes.uchar,)
+    for (name, x), accepted in zip(named.items(), (DTYPES_16_32, stored, (k.dtype,)), strict=True):
       if x.dtype not in accepted:
         given = f"{name} has dtype {dtype_name(x.dtype)}"
         raise TypeError(f"{given}; accepted with scales are {', '.join(map(dtype_name, accepted))}")
@@ -243,10 +253,10 @@ def _check_dtypes(named: dict[str, Tensor], scaled: bool) -> None:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, q has {dtype_name(q.dtype)}; they must be the same")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, size: int) -> None:
   (B, _, _, Dk), (_, Hkv, N, _) = sizes(q), sizes(k)
-  if (k.shape[0], k.shape[3]) != (B, Dk):
-    raise ValueError(f"k has shape {k.shape}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
+  if (k.shape[0], size) != (B, Dk):
+    raise ValueError(f"k has shape {(*k.shape[:3], size)}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
   if v.shape[:3] != (B, Hkv, N):
     raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
 

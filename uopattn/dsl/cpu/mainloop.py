@@ -294,8 +294,8 @@ class KeyRows:
 
     `ahead` moves the rows on by this many keys; they may then lie past the end of the buffer.
     """
-    step = LINE // self.rows.x.dtype.itemsize
-    lines = ceildiv(self.rows.size, step)
+    step = self.rows.per_bytes(LINE)
+    lines = ceildiv(self.rows.per_bytes(self.rows.row_bytes), step)
     line = s.axis(ceildiv(rows * lines * count, parts))
     common = gcd(rows * lines, parts)
     at = clamp(part * (rows * lines // common) // (parts // common) + line, 0, rows * lines - 1)

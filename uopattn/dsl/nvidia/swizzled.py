@@ -152,7 +152,11 @@ class SwizzledTiles:
     for i in range(self.pieces):
       row, chunk = self._piece(thread, i)
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
-      to, start = self.at(row, chunk), start_of(first + row) + chunk * self.chunk
+      to, start = self.at(row, chunk), start_of(first + row)
+      if source.four is not None:
+        stores.append(self.dialect.store_chunk(to, *self._of_four_bits(source, start, chunk * self.chunk, there)))
+        continue
+      start = start + chunk * self.chunk
       if source.widens and whole:
         stores.append(self.dialect.store_chunk(to, *self._widened(source, start, there)))
       elif whole:
@@ -182,6 +186,11 @@ class SwizzledTiles:
       value = _or_zero(bits, start + e, _both(there, _below(column + e, source.size)))
       stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
     return stores
+
+  def _of_four_bits(self, source: HeadView, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
+    """Load the four words of a chunk whose elements have 4 bits in memory, of the row that starts at byte `start`."""
+    bits = [x.cast(dtypes.uint) for x in source.four_bits(start, column, self.chunk, there)]
+    return bits if self.chunk == 4 else [low | (high << 16) for low, high in zip(bits[::2], bits[1::2], strict=True)]
 
   def _widened(self, source: HeadView, start: UOp, there: UOp | None) -> list[UOp]:
     """Load the four words of a chunk whose elements have fewer bits in memory."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.quantized import widened, widened_bits
+from uopattn.dsl.rules.four_bits import GROUP, PER_WORD, bits_of, columns_in, elements_in, of_word
+from uopattn.dsl.rules.quantized import FourBits, widened, widened_bits
 from uopattn.dsl.scope import Scope, Strides, View, as_type, clamp, least, sizes
 
 
@@ -106,18 +107,20 @@ class Chosen(Pages):
 
 
 class Scales(NamedTuple):
-  """Scales of 8-bit keys and values.
+  """Scales of quantized keys and values.
 
   Attributes:
     keys, values: (B, key heads, N) float32, one scale per key and per value.
     operand: the type to which elements are widened; see `uopattn.dsl.rules.quantized`.
     unit: the ratio of a stored element to its widened value.
+    stored: the type of the elements.
   """
 
   keys: UOp
   values: UOp
   operand: DType
   unit: float
+  stored: DType
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +128,7 @@ class HeadView:
   """The rows of one head of a buffer.
 
   Attributes:
-    x: the buffer, reshaped or not.
+    x: the buffer, reshaped or not; of bytes if elements have 4 bits.
     size: elements per row.
     length: number of rows. No row from there on is read.
     start: maps a row to the flat index of its first element in the buffer.
@@ -134,6 +137,7 @@ class HeadView:
     strides: where the rows of all heads lie; None where that is not regular.
     head: the head, numbered through all batch elements.
     in_pages: whether `start` reads a page table in memory.
+    four: the format of elements of 4 bits, see `uopattn.dsl.rules.four_bits`; None if they have more.
   """
 
   x: UOp
@@ -145,6 +149,7 @@ class HeadView:
   strides: Strides | None = None
   head: UOp | None = None
   in_pages: bool = False
+  four: FourBits | None = None
 
   @classmethod
   def of(cls, x: UOp | View, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
@@ -155,6 +160,10 @@ class HeadView:
     strides = Strides(0, 1, heads, heads * rows * size, rows * size, size)
     return cls(x, size, length, lambda row: (head * rows + row) * size, to, None, strides, head)
 
+  def of_four(self, four: FourBits) -> "HeadView":
+    """The view of rows of bytes as one of elements of 4 bits."""
+    return replace(self, size=elements_in(self.size), four=four)
+
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
     return self.size % elements == 0 and (self.unit is None or self.unit % elements == 0)
@@ -163,6 +172,15 @@ class HeadView:
   def widens(self) -> bool:
     """Whether elements are widened."""
     return self.to is not None and self.x.dtype.itemsize < self.to.itemsize
+
+  @property
+  def row_bytes(self) -> int:
+    """Bytes of a row, with the scales of its groups."""
+    return self.size * self.x.dtype.itemsize if self.four is None else columns_in(self.size)
+
+  def per_bytes(self, count: int) -> int:
+    """The elements in so many bytes; `place` takes the scales of groups for elements past the last one."""
+    return count // self.x.dtype.itemsize if self.four is None else 2 * count
 
   @property
   def bits(self) -> DType:
@@ -184,11 +202,16 @@ class HeadView:
 
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
+    if self.four is not None and self.to is not None:
+      (found,) = self.four_bits(self.start(row), d, 1, inside)
+      return found.bitcast(self.to)
     found = self.place(row, d, inside).load()
     return widened(found, self.x.dtype, self.to) if self.to is not None and self.widens else found
 
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
+    if self.four is not None:
+      return self._word(self.start(row), d // PER_WORD, inside)
     place = (self.start if inside is None else self.gated_start)(row) + d
     memory = as_type(self.x, self.bits) if self.widens else self.x.base
     return memory[place if inside is None else place.valid(inside)]
@@ -201,6 +224,25 @@ class HeadView:
     if self.in_pages:
       row = least([row, clamp(self.length - 1, 0, max(0, int(self.length.vmax) - 1))])
     return self.start(row)
+
+  def _word(self, start: UOp, word: UOp, inside: UOp | None) -> UOp:
+    """Index a 32-bit word of a row that starts at a byte, a multiple of 4; words from size / 8 on hold the scales."""
+    place = start // 4 + word
+    return as_type(self.x, dtypes.uint)[place if inside is None else place.valid(inside)]
+
+  def four_bits(self, start: UOp, column: UOp, count: int, inside: UOp | None = None) -> list[UOp]:
+    """Load the bits of widened elements of 4 bits of the row that starts at a byte, from a column on; see `bits_of`.
+
+    They are in one word: the column is a multiple of `count`, 1, 2, 4 or 8. Where `inside` is false, they are 0.
+    """
+    assert self.four is not None
+    assert self.to is not None
+    word = of_word(self._word(start, column // PER_WORD, inside).load(), column)
+    group = column // GROUP
+    scales = self._word(start, self.size // PER_WORD + group // 4, inside).load()
+    scale = ((scales >> (group % 4 * 8).cast(dtypes.uint)) & 0xFF).cast(dtypes.int)
+    found = bits_of(word, scale, count, self.four, self.to)
+    return found if inside is None else [inside.where(x, UOp.const(0, x.dtype)) for x in found]
 
   def wide_bits(self, bits: UOp) -> UOp:
     """The bits of an element after widening."""

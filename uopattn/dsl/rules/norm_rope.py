@@ -41,6 +41,11 @@ class Part:
     """Return all columns as `element` has them, one in each step."""
     return cls(columns, lambda d, inside: [(d, element(d, inside))])
 
+  def at(self, step: UOp, inside: UOp) -> UOp:
+    """Return the element of a step that has one."""
+    ((_, value),) = self.values(step, inside)
+    return value
+
 
 @dataclass(frozen=True, eq=False)
 class Row:

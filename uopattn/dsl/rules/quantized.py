@@ -13,12 +13,26 @@ from tinygrad.dtype import DType
 from uopattn.dsl.scope import View, as_type
 
 LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
+HALF_UNIT = 11  # elements of 4 bits times their scales are divided by two to this in float16
 FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits of the mantissa that are stored
+
+
+class FourBits(DType):
+  """The name of a format of `uopattn.dsl.rules.four_bits`, where a dtype of 8 bits may be; tinygrad has none."""
+
+  def __repr__(self) -> str:
+    return f"dtypes.{self.name}"
+
+
+INT4, NVFP4 = (FourBits(-1, 4, name, None) for name in ("int4", "nvfp4"))
+FORMATS: dict[str, FourBits] = {x.name: x for x in (INT4, NVFP4)}
 QUANTIZED_DTYPES = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
 
 
 def unit(stored: DType, to: DType) -> float:
-  """The ratio of a stored number to its `widened` value."""
+  """The ratio of a stored number to its `widened` value; of 4 bits, before the scale of its row."""
+  if isinstance(stored, FourBits):
+    return (0.5 if stored == NVFP4 else 1.0) * (2.0**HALF_UNIT if to == dtypes.half else 1.0)
   if stored == dtypes.fp8e4m3:
     return 2.0**8
   return 1.0 if to != dtypes.half else 2.0**7 if stored == dtypes.int8 else 2.0**15
@@ -43,7 +57,7 @@ def widened(bits: UOp, stored: DType, to: DType) -> UOp:
   if to == dtypes.half:
     return number if stored == dtypes.fp8e4m3 else number * (1 / unit(stored, to))
   number = number.cast(dtypes.float)
-  return number if to == dtypes.float else _upper_half(number).bitcast(dtypes.bfloat16)
+  return number if to == dtypes.float else upper_half(number).bitcast(dtypes.bfloat16)
 
 
 def read_float(x: UOp | View, place: UOp) -> UOp:
@@ -64,7 +78,7 @@ def widened_bits(bits: UOp, stored: DType, to: DType) -> UOp:
   if stored == dtypes.bfloat16:
     return bits.cast(dtypes.uint) << 16
   if to == dtypes.bfloat16:
-    return _upper_half(widened(bits, stored, dtypes.float))
+    return upper_half(widened(bits, stored, dtypes.float))
   return widened(bits, stored, to).bitcast(dtypes.ushort if to == dtypes.half else dtypes.uint)
 
 
@@ -100,6 +114,6 @@ def _shifted(byte: UOp, stored: DType) -> UOp:
   return (byte.bitcast(dtypes.int8).cast(dtypes.ushort) << 7) & 0xBFFF  # clears the copy of the sign
 
 
-def _upper_half(number: UOp) -> UOp:
+def upper_half(number: UOp) -> UOp:
   """The upper 16 bits of a float32: its bits as a bfloat16, if the lower ones are 0."""
   return (number.bitcast(dtypes.uint) >> 16).cast(dtypes.ushort)

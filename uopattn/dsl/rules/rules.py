@@ -15,6 +15,7 @@ from uopattn.dsl.math import LN2, LOG2E, tanh
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.head_view import Chosen, HeadView, Pages, Scales
 from uopattn.dsl.rules.masks import HeadMasks, Masks
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.softmax import Factor, Row, Scaling, normalize
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, sizes
@@ -30,7 +31,7 @@ class Rules(Masks):
   Attributes:
     group: query heads per key head.
     pages: layout of paged keys; None if keys are contiguous.
-    scales: scales of 8-bit keys and values; None without scales.
+    scales: scales of quantized keys and values; None without scales.
     q_scale, k_scale, v_scale: (B or 1, kv_heads or 1) float32 factors of q, k and v; None is 1.
     scale: factor on q.k.
     softcap: bounds the scores to (-softcap, softcap).
@@ -151,7 +152,9 @@ class HeadRules(HeadMasks):
     if r.pages is not None:
       return replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=to)
     operand = to if r.scales is None else r.scales.operand
-    return HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
+    found = HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
+    stored = None if r.scales is None else r.scales.stored
+    return found.of_four(stored) if isinstance(stored, FourBits) and x.dtype == dtypes.uchar else found  # not scales
 
   def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
     """The rules for a CPU's tile of `block_n` keys from `first` on, with its pages looked up inside the axes `within`.

@@ -8,6 +8,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.rules.bias import BiasWork, Places
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_backward import Tiles as Backward
@@ -66,7 +67,9 @@ def decode(problem: Problem, target: Target) -> Iterator[Decode]:
     wanted = ceildiv(WORK_PER_CALL, 2 * x.block_m * N * (Dk + Dv))
     return replace(x, blocks_per_call=largest_divisor(p.heads * ceildiv(p.M, x.block_m), wanted))
 
-  most = 4 if target.vector.registers >= 32 else 2
+  # Elements of 4 bits take so long to unpack that all rows share them, at the cost of fewer keys and columns at once.
+  four = isinstance(p.stored, FourBits)
+  most = 4 if target.vector.registers >= 32 or four else 2
   block_m = even(p.M, 4 * most)  # with more rows the products take longer than reading K and V
   unroll_m = even(block_m, most)
   block_m = round_up(block_m, unroll_m)
@@ -76,7 +79,10 @@ def decode(problem: Problem, target: Target) -> Iterator[Decode]:
   # If tiles overlap, each value is tested for being new, which takes a fifth longer in 16 bits.
   block_n = next((n for n in fitting if N % n == 0), fitting[0])
   unroll_n = 6 if lanes == 16 and unroll_m > 1 else 4  # with 32 registers of 8 lanes, clang spills at 6
-  tiles = Decode(block_m, min(N, block_n), unroll_m, unroll_n, 4, lanes)
+  unroll_d = 4
+  if four and unroll_m > 2 and target.vector.registers < 32:
+    unroll_n = unroll_d = 2
+  tiles = Decode(block_m, min(N, block_n), unroll_m, unroll_n, unroll_d, lanes)
   if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
     tiles = Decode(1, min(N, 16), 1, 4, 4, lanes)
   check_stack(tiles.stack_bytes(Dk, Dv), p)

@@ -1,0 +1,273 @@
+"""A cache of 4 bits: kernels are as exact as if it held the numbers that it stands for, which are the nearest ones."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import on, placed
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn import KVCache, RingCache, append_paged, attention, attention_paged
+from uopattn.dsl import sizes
+from uopattn.dsl.rules import head_view
+from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits
+from uopattn.dsl.target import Target, VectorUnit
+from uopattn.plan.dispatch import dispatch
+from uopattn.proof.gate import Gate, numpy
+from uopattn.proof.oracle import Array
+from uopattn.runtime.prepare import compiled
+from uopattn.spec.spec import AttentionSpec
+
+NUMBERS = {"int4": np.arange(-7, 8), "nvfp4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])}
+B, HQ, HKV, N, DK, DV, LENGTH = 2, 4, 2, 90, 32, 48, 77
+
+
+def realize(cache: KVCache | RingCache) -> None:
+  assert cache.k_scale is not None
+  assert cache.v_scale is not None
+  Tensor.realize(cache.k, cache.v, cache.k_scale, cache.v_scale)
+
+
+def filled(kind: str, rows: tuple[Array, Array]) -> KVCache:
+  cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device="CPU")
+  k, v = (Tensor(x, device="CPU") for x in rows)
+  cache.append(k, v, 0)
+  realize(cache)
+  return cache
+
+
+def drawn(seed: int = 0) -> tuple[Array, Array]:
+  rng = np.random.default_rng(seed)
+  factors = np.exp2(np.arange(LENGTH) % 5 - 2).reshape(1, 1, -1, 1)
+  k, v = ((rng.standard_normal((B, HKV, LENGTH, D)) * factors).astype(np.float32) for D in (DK, DV))
+  return k, v
+
+
+def stood_for(packed: Tensor, row_scale: Tensor | None, kind: str, D: int) -> Array:
+  """What rows stand for, in float64, decoded independently of the kernels' code."""
+  assert row_scale is not None
+  data = packed.numpy()[:, :, :LENGTH]
+  elements, codes = data[..., : D // 2].reshape(*data.shape[:-1], D // 8, 4), data[..., D // 2 : D // 2 + D // 16]
+  out = np.zeros((*data.shape[:-1], D // 8, 8))
+  for e in range(8):
+    nibble = (elements[..., e // 4 + 2 * (e % 2)] >> (4 * (e // 2 % 2))) & 15
+    signed = np.where(nibble > 7, nibble.astype(int) - 16, nibble)
+    magnitude = np.where(nibble & 8, -1, 1) * NUMBERS["nvfp4"][nibble & 7]
+    out[..., e] = signed if kind == "int4" else magnitude
+  scales = (1 + codes % 8 / 8) * np.exp2((codes >> 3) - 7.0)
+  numbers = out.reshape(*data.shape[:-1], D // 16, 16) * scales[..., None]
+  return numbers.reshape(*data.shape[:-1], D) * row_scale.numpy()[:, :, :LENGTH, None]
+
+
+def check_attend(
+  cache: KVCache, kind: str, q_dtype: DType, M: int, device: str = "CPU", backend: str = "kernel"
+) -> None:
+  """Check the last M queries of the text on a device; what is behind it there is no number."""
+  keys, values = stood_for(cache.k, cache.k_scale, kind, DK), stood_for(cache.v, cache.v_scale, kind, DV)
+  for name in ("k", "v", "k_scale", "v_scale"):
+    array = getattr(cache, name).numpy()
+    array[:, :, LENGTH:] = 255 if array.dtype == np.uint8 else math.nan
+    setattr(cache, name, placed(array, device=device))
+  q = placed(np.random.default_rng(1).standard_normal((B, HQ, M, DK), np.float32), q_dtype, device)
+  out, lse = cache.attend(q, LENGTH - M, return_lse=True, backend=backend)
+  Tensor.realize(out, lse)
+  gate = Gate.of_arrays(numpy(q), keys, values, q.dtype, is_causal=True, q_start=LENGTH - M)
+  for report in (gate.output(numpy(out)), gate.lse(numpy(lse))):
+    assert report.correct, f"worst at {report.worst}: {report}"
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_elements_are_rounded_to_nearest(kind: str) -> None:
+  """Each is within half a step, of numbers between which it lies, or clipped by at most the rounding of the scale."""
+  rows = drawn()
+  cache = filled(kind, rows)
+  for x, packed, scale, D in ((rows[0], cache.k, cache.k_scale, DK), (rows[1], cache.v, cache.v_scale, DV)):
+    got = stood_for(packed, scale, kind, D)
+    groups = np.abs(x).reshape(*x.shape[:-1], D // 16, 16).max(-1).repeat(16, -1)
+    step = groups / (7 if kind == "int4" else 3)  # at most 2 of 6 between numbers of nvfp4
+    assert (np.abs(got - x) <= step * 0.54).all()
+    error = np.sqrt(np.square(got - x).mean() / np.square(x).mean())
+    assert 0.07 < error < 0.11
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize(("M", "q_dtype"), [(1, dtypes.float32), (3, dtypes.half), (40, dtypes.bfloat16)], ids=str)
+def test_on_the_cpu(kind: str, M: int, q_dtype: DType) -> None:
+  check_attend(filled(kind, drawn()), kind, q_dtype, M)
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_the_reference_agrees(kind: str) -> None:
+  check_attend(filled(kind, drawn()), kind, dtypes.float32, 3, backend="reference")
+
+
+CASES = {
+  "int4 for half": ("int4", dtypes.half, 1),
+  "nvfp4 for half": ("nvfp4", dtypes.half, 40),
+  "int4 for bfloat16": ("int4", dtypes.bfloat16, 3),
+  "nvfp4 for float": ("nvfp4", dtypes.float32, 1),
+}
+ARCHES = ("sm_75", "sm_80", "sm_90", "gfx1100", "gfx1201", "gfx942", "gfx950", "apple7", "cl")
+
+
+@pytest.mark.each("arch", evenly=True)
+@pytest.mark.parametrize(
+  ("arch", "name"),
+  [
+    pytest.param(arch, name, marks=() if (arch, name) == ("sm_80", "int4 for half") else pytest.mark.slow)
+    for arch in ARCHES
+    for name, (_, q_dtype, _) in CASES.items()
+    if arch != "sm_75" or q_dtype == dtypes.half
+  ],
+)
+def test_on_gpus(arch: str, name: str) -> None:
+  kind, q_dtype, M = CASES[name]
+  with on(arch):
+    check_attend(filled(kind, drawn()), kind, q_dtype, M, "EMU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2.0**-6, 2.0**9])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_small_and_large_values_in_float16(kind: str, size: float) -> None:
+  """Where scales and weights, multiplied in float16, could leave its range though the values do not."""
+  k, v = drawn()
+  with on("sm_80"):
+    check_attend(filled(kind, (k, v * np.float32(size))), kind, dtypes.half, 1, "EMU")
+
+
+@pytest.mark.parametrize(
+  ("target", "name"),
+  [
+    (Target("CUDA", "sm_90"), "cuda_forward"),
+    (Target("CPU", "x86_64,native", VectorUnit(16, 32, True, tiles=True)), "cpu_forward"),
+  ],
+  ids=["wgmma", "amx"],
+)
+def test_another_kernel_serves(target: Target, name: str) -> None:
+  """Where the kernel that usually serves copies keys without looking at them."""
+  given: dict[str, Any] = {"features": ("scales",), "kv_dtype": INT4}
+  usual = AttentionSpec(1, 8, 2, 100, 300, 64, 64, dtypes.bfloat16, 0.125)
+  assert dispatch(usual, target).schedule.name != name
+  assert dispatch(replace(usual, **given), target).schedule.name == name
+
+
+bits_of, of_word = head_view.bits_of, head_view.of_word
+
+
+def of_the_next_group(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> list[UOp]:
+  return bits_of(word, scale + 8, count, stored, to)
+
+
+def of_the_other_format(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> list[UOp]:
+  return bits_of(word, scale, count, NVFP4 if stored == INT4 else INT4, to)
+
+
+def in_the_order_of_memory(word: UOp, column: UOp) -> UOp:
+  return word >> (column % 8 * 4).cast(dtypes.uint)
+
+
+MISTAKES = {"bits_of": (of_the_next_group, of_the_other_format), "of_word": (in_the_order_of_memory,)}
+
+
+@pytest.mark.kinds(kind=("int4",))
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize(("name", "mistake"), [(name, f) for name, fs in MISTAKES.items() for f in fs])
+def test_a_mistake_is_caught(name: str, mistake: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  cache = filled(kind, drawn())
+  compiled.cache_clear()
+  monkeypatch.setattr(head_view, name, mistake)
+  with pytest.raises(AssertionError, match="worst at"):
+    check_attend(cache, kind, dtypes.float32, 1)
+  compiled.cache_clear()
+
+
+@pytest.mark.kinds(kind=("int4",))
+@pytest.mark.parametrize("M_max", [1, 2])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_ring(kind: str, M_max: int) -> None:
+  """As a `KVCache` that holds the whole text."""
+  (k, v), first = drawn(), UOp.variable("start", 0, LENGTH - 2)
+  ring, whole = RingCache(B, HKV, 20, DK, DV, M_max=M_max, dtype=kind, device="CPU"), filled(kind, (k, v))
+  for position in range(0, 30, M_max):
+    new_k, new_v = (placed(x[:, :, position : position + M_max], device="CPU") for x in (k, v))
+    ring.append(new_k, new_v, first.bind(position))
+    realize(ring)
+  q = placed(np.random.default_rng(1).standard_normal((B, HQ, M_max, DK), np.float32), device="CPU")
+  got = ring.attend(q, first.bind(30 - M_max), backend="kernel").numpy()
+  expected = whole.attend(q, first.bind(30 - M_max), window=(19, 0), backend="kernel").numpy()
+  np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.kinds(axis=(0,))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_on_several_devices(axis: int) -> None:
+  devices, k, v = ("CPU", "CPU:1"), *(placed(x, device="CPU") for x in drawn())
+  q, found = placed(np.random.default_rng(1).standard_normal((B, HQ, 1, DK), np.float32), device="CPU"), []
+  for where in (None, devices):
+    cache = KVCache(B, HKV, N, DK, DV, dtype="int4", device=where or "CPU", axis=None if where is None else axis)
+    rows = (k, v, q) if where is None else (x.shard(where, axis) for x in (k, v, q))
+    k_rows, v_rows, queries = rows
+    cache.append(k_rows, v_rows, 0)
+    found.append(cache.attend(queries, LENGTH - 1, backend="kernel").numpy())
+  np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+
+
+def test_a_row_that_is_no_number_shows() -> None:
+  rows = drawn()
+  rows[1][:, :, 5, 3] = math.inf
+  out = filled("int4", rows).attend(placed(np.ones((B, HQ, 1, DK), np.float32)), LENGTH - 1, backend="kernel")
+  assert np.isnan(out.numpy()).all()
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    ({"dtype": "int3"}, TypeError, "dtype is 'int3'; accepted are .*'int4', 'nvfp4'"),
+    ({"dtype": "int4", "Dk": 33}, ValueError, "Dk is 33; in int4 it must be a multiple of 16"),
+  ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+  given = {"Dk": DK, **options}
+  with pytest.raises(error, match=message):
+    KVCache(B, HKV, N, **given)
+
+
+def test_what_a_cache_does_not_take() -> None:
+  cache = KVCache(B, HKV, N, DK, DV, dtype="int4")
+  assert sizes(cache.k)[-1] == 20
+  q, k, v = (Tensor.zeros(B, *x) for x in ((HQ, 3, DK), (HKV, 3, DK), (HKV, 3, DV)))
+  with pytest.raises(TypeError, match="k has dtype uchar, the cache has int4; accepted are float, half, bfloat16"):
+    cache.append(k.cast(dtypes.uchar), v, 0)
+  with pytest.raises(ValueError, match="rotary positions or norms are given for a cache in int4"):
+    cache.append(k, v, 0, k_norm_weight=Tensor.ones(DK))
+  with pytest.raises(ValueError, match=r"k has shape \(2, 2, 90, 32\), q has \(2, 4, 3, 48\)"):
+    cache.attend(Tensor.zeros(B, HQ, 3, 48), 0)
+  with pytest.raises(TypeError, match="k has dtype uchar"):
+    attention(q, cache.k, cache.v, enable_gqa=True, backend="kernel")
+  table = Tensor.zeros(B, 1, dtype=dtypes.int)
+  with pytest.raises(TypeError, match="k_pages has dtype uchar"):
+    attention_paged(q, cache.k, cache.v, table, table[:, 0], enable_gqa=True)
+  with pytest.raises(ValueError, match=r"k_pages has shape \(2, 2, 90, 20\); for k .* it must be"):
+    append_paged(k, v, cache.k, cache.v, table, table[:, 0])
+
+
+@pytest.mark.kinds(kind=("int4",))
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_gradients_are_of_q_alone(kind: str) -> None:
+  """Those of plain ops; rows are rounded, so that k and v have gradients of 0."""
+  found = []
+  for backend in ("auto", "reference"):
+    k, v = (placed(x, device="CPU").is_param_() for x in drawn())
+    q = placed(np.random.default_rng(1).standard_normal((B, HQ, 2, DK), np.float32), device="CPU").is_param_()
+    cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device="CPU")
+    cache.append(k, v, 0)
+    cache.attend(q, LENGTH - 2, backend=backend).square().sum().backward()
+    found.append([x.grad.numpy() for x in (q, k, v) if x.grad is not None])
+  for one, other in zip(*found, strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-6 * max(1.0, np.abs(other).max()))
+  assert len(found[0]) == 3
+  assert not np.any(found[0][1])
