@@ -17,8 +17,9 @@ from helpers import check, dispatch_among, on, qkv
 from tinygrad import Context, Tensor, TinyJit, UOp, dtypes, helpers
 
 import uopattn
-from uopattn import attention
+from uopattn import KVCache, attention
 from uopattn.api.attention import Call
+from uopattn.dsl.rules.quantized import NVFP4
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_backward, cpu_forward
@@ -534,6 +535,13 @@ def cache_of_8_bits() -> AttentionSpec:
   return make_spec(q, k.cast(dtypes.int8), v.cast(dtypes.int8), Arguments(enable_gqa=True, **options))
 
 
+def cache_of_4_bits() -> AttentionSpec:
+  cache, lengths = KVCache(2, 2, 24, 32, 16, dtype="nvfp4"), Tensor.empty(2, dtype=dtypes.int)
+  options: dict[str, Any] = {"scales": (cache.k_scale, cache.v_scale), "four": NVFP4, "kv_lengths": lengths}
+  q = Tensor.empty(2, 4, 3, 32)
+  return make_spec(q, cache.k, cache.v, Arguments(enable_gqa=True, is_causal=True, q_start=lengths, **options))
+
+
 def pages() -> AttentionSpec:
   """Two sequences of three places in the table each, over a pool of five pages."""
   q, k, v = (Tensor.empty(*shape) for shape in ((2, 4, 3, 16), (5, 2, 8, 16), (5, 2, 8, 16)))
@@ -543,7 +551,7 @@ def pages() -> AttentionSpec:
 
 
 @pytest.mark.each("case", "scores")
-@pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors, cache_of_8_bits, pages])
+@pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors, cache_of_8_bits, cache_of_4_bits, pages])
 @pytest.mark.parametrize("scores", [1 << 23, 500])
 def test_inputs_are_made_for_a_spec(
   case: Callable[[], AttentionSpec], scores: int, monkeypatch: pytest.MonkeyPatch
@@ -558,7 +566,7 @@ def test_inputs_are_made_for_a_spec(
   assert trial.check([out, lse + np.float32(0.01)]) != []
 
 
-@pytest.mark.parametrize(("case", "name"), [(cache_of_8_bits, "scales"), (pages, "page_table")])
+@pytest.mark.parametrize(("case", "name"), [(cache_of_8_bits, "scales"), (cache_of_4_bits, "k"), (pages, "page_table")])
 def test_each_scale_of_a_key_and_each_page_is_checked(case: Callable[[], AttentionSpec], name: str) -> None:
   spec = measured(case())
   trial = Trial.of(spec, "CPU")

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
 
+from uopattn.dsl.rules.four_bits import elements_in, of_tensor
+from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits
 from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
 from uopattn.measure.problem import normal, tensor
 from uopattn.measure.timing import Runner, captured, poison, repeats, wait
@@ -27,6 +30,7 @@ CHECKED = 1 << 23  # most scores that are checked: of some heads, or of some que
 SHARE = 0.25  # of them that are checked of gradients, whose check takes some four times as long
 MOST_GROUPS = 8  # groups of heads that are checked: some are enough, from the first to the last
 RUNS = (0.0, 0.5, 1.0)  # where the rows are that are checked: at the beginning, in the middle, at the end
+UNITS: dict[DType, float] = {dtypes.int8: 1 / 64, INT4: 1 / 8, NVFP4: 1 / 4}  # scales of rows for values of about 1
 # Features for which inputs can be made.
 MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "scales", "page_table", *HEAD_SCALES}
 
@@ -222,7 +226,10 @@ class Drawn:
     """Return the rows of q of a part, and their k and v."""
     s, (b, heads, _) = self.spec, part
     shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}
-    q, k, v = (_viewed(self.arrays[name][0], s.layout(name), shapes[name]) for name in "qkv")
+    found = {name: self.arrays[name][0] for name in "qkv"}
+    if isinstance(s.stored, FourBits):
+      found |= {name: of_tensor(Tensor(found[name]), s.stored).numpy() for name in "kv"}
+    q, k, v = (_viewed(x, s.layout(name), shapes[name]) for name, x in found.items())
     k, v = (self._keys(x, *key_heads(s, b, heads)) for x in (k, v))
     if "scales" in self.arrays:
       scales = (self._keys(x, *key_heads(s, b, heads)) for x in self.arrays["scales"])
@@ -253,14 +260,24 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
   if x.name in ("q_start", "kv_lengths"):
     return np.full(x.shape, max(0, s.N - s.M) if x.name == "q_start" else s.N, np.int32)
   if x.name in ("scales", *HEAD_SCALES):
-    unit = 1 / 64 if x.name == "scales" and s.stored == dtypes.int8 else 1.0
+    unit = UNITS.get(s.stored, 1.0) if x.name == "scales" else 1.0
     return random.uniform(0.5 * unit, 1.5 * unit, x.shape).astype(np.float32)
+  if x.name in ("k", "v") and isinstance(s.stored, FourBits):
+    return four_bits(x.shape, random)
   if x.name == "page_table":  # in any order; a pool with fewer pages than the table has places shares them
     assert s.pages is not None
     return np.resize(random.permutation(s.pages[0]), x.shape).astype(np.int32)
   if x.dtype == dtypes.int8:
     return random.integers(-127, 128, x.shape).astype(np.float32)
   return random.random(x.shape) < 0.8 if x.dtype == dtypes.bool else normal(x.shape, x.dtype, random, device)
+
+
+def four_bits(shape: tuple[int, ...], random: np.random.Generator) -> Array:
+  """Return bytes of rows of 4 bits: any elements, and scales of groups from 1/4 to 4."""
+  first = elements_in(shape[-1]) // 2
+  found = random.integers(0, 256, shape)
+  found[..., first:] = random.integers(0x28, 0x48, found[..., first:].shape)  # fp8e4m3
+  return found.astype(np.float32)
 
 
 def _bound(spec: AttentionSpec) -> dict[UOp, int] | None:
