@@ -5,6 +5,7 @@ from functools import partial
 from math import inf, nan
 from typing import Any
 
+import norm_rope
 import numpy as np
 import pytest
 import test_append_paged
@@ -419,6 +420,19 @@ def test_appending_at_a_position_of_each_sequence(dtype: DType) -> None:
 def test_appending_to_pages(dtype: DType) -> None:
   of = HALF if dtype in DTYPES_8 else dtype
   test_append_paged.check_append([3, 0, 7], 20, 7, dtype, Device.DEFAULT, of, counts=[20, 0, 13])
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    norm_rope.Case("cache", BFLOAT, BFLOAT, BFLOAT, D=(128, 64), R=64, group=4),
+    norm_rope.Case("ring", dtypes.int8, HALF, D=(33, 17), R=5, interleaved=True),
+    norm_rope.Case("pages", dtypes.fp8e4m3, FLOAT, M=7, D=(64, 64), R=16, counts=(7, 3), start="int"),
+  ],
+  ids=lambda case: case.memory,
+)
+def test_appending_with_norms_and_rotary_positions(case: norm_rope.Case) -> None:
+  norm_rope.check_case(case, Device.DEFAULT)
 
 
 @pytest.mark.parametrize("M_max", [1, 2])

@@ -18,6 +18,8 @@ from amd_machine.program import Program
 from conformance import SUBJECTS, Sizes, Subject
 from conformance_backward import BFLOAT, FLOAT, HALF, SHAPES, Case, Machine, check_backward, machine
 from helpers import on_device
+from norm_rope import Case as NormRopeCase
+from norm_rope import check_case as check_norm_rope
 from test_delta import test_matches_the_definition as check_delta
 from test_forward_features import FEATURES, TOGETHER, check_run
 from tinygrad import Tensor, dtypes
@@ -123,6 +125,11 @@ def test_registers_of_halves() -> None:
   """On gfx942 a float16 has a register of its own, whose other half is cleared; this kernel uses more than 128."""
   with machine("gfx942").device():
     Case.of(machine("gfx942"), (1, 2, 1, 50, 77, 33, 18)).check()
+
+
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx1100", marks=pytest.mark.slow)])
+def test_appending_with_norms_and_rotary_positions(arch: str) -> None:
+  check_norm_rope(NormRopeCase(dtype=dtypes.int8, of=BFLOAT, D=(18, 7), R=3), arch)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx1100", marks=pytest.mark.slow)])

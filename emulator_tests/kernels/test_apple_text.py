@@ -12,6 +12,8 @@ import pytest
 from conformance import SUBJECTS, Sizes
 from conformance_backward import FLOAT, HALF, SHAPES, Case, check_backward, machine
 from helpers import inputs, on, on_device
+from norm_rope import Case as NormRopeCase
+from norm_rope import check_case as check_norm_rope
 from test_forward_features import FEATURES, TOGETHER, check_run
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
@@ -66,6 +68,10 @@ def test_gradients(dtype: Any, group: int, is_causal: bool) -> None:
   apple = machine("apple9", dtype)
   with apple.device():
     Case.of(apple, (1, group, 1, 50, 70, 24, 16), {"is_causal": is_causal}).check()
+
+
+def test_appending_with_norms_and_rotary_positions() -> None:
+  check_norm_rope(NormRopeCase(dtype=dtypes.int8, of=BFLOAT, D=(18, 7), R=3), "apple9")
 
 
 CONFORMANCE = [

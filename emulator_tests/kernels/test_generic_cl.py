@@ -12,6 +12,8 @@ import pytest
 from conformance import SUBJECTS, Sizes
 from conformance_backward import Case, machine
 from helpers import on_device, qkv, take_tiles
+from norm_rope import Case as NormRopeCase
+from norm_rope import check_case as check_norm_rope
 from tiny_model import TinyModel
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
@@ -70,6 +72,10 @@ def test_forward(case: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     return
   take_tiles(monkeypatch, generic_forward.Tiles(16, 8, 2, 4))
   check(dtype, sizes, options)
+
+
+def test_appending_with_norms_and_rotary_positions() -> None:
+  check_norm_rope(NormRopeCase(dtype=FLOAT, of=FLOAT, D=(18, 7), R=3), Device.DEFAULT)
 
 
 @pytest.mark.slow

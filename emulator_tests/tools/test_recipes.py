@@ -18,6 +18,7 @@ SLOW = (
   "shared_prefix",
   "learned_biases",
   "sparse_mla_decode",
+  "llama_decode",
 )
 CASES = [pytest.param(x, id=x.stem, marks=[pytest.mark.slow] if x.stem in SLOW else []) for x in RECIPES]
 
