@@ -138,7 +138,9 @@ class KVCache(CacheMemory):
         each sequence. An int is compiled for that position only.
       q: (B, Hq, M, Dk), the queries of the same positions, float32, float16 or bfloat16; Hq is a multiple of Hkv.
       rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32, float16 or bfloat16, for pairs of the first
-        rotary_dim elements; the others stay as they are. Realize them once for all steps and layers.
+        rotary_dim elements; the others stay as they are. Realize them once for all steps and layers. What is made of
+        `Tensor.arange` alone has no device, so that it cannot be realized and is computed anew in every call: begin
+        with Tensors of numbers instead, `Tensor(np.arange(N, dtype=np.float32))`.
       rotary_interleaved: whether pairs are elements 2 i and 2 i + 1, as in GPT-J and GGUF files of Llama, not i and
         i + rotary_dim / 2, as in GPT-NeoX and Hugging Face's Llama. To be given with rotary_cos.
       q_norm_weight, k_norm_weight: (Dk,), likewise float; Gemma's, which it adds 1 to, plus 1.
