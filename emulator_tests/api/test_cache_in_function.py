@@ -45,6 +45,22 @@ def test_steps(name: str, precompile: bool) -> None:
   np.testing.assert_array_equal(cache.k.numpy(), alone.k.numpy())
 
 
+def test_a_method_of_what_has_the_cache() -> None:
+  """Of which tinygrad takes the cache's Tensors for inputs of the function."""
+
+  class Block:
+    def __init__(self) -> None:
+      self.cache = KVCache(1, 2, 64, 16, dtype=dtypes.int8)
+
+    @function(allow_implicit=True)
+    def step(self, q: Tensor, k: Tensor, v: Tensor, start: Any) -> Tensor:
+      self.cache.append(k, v, start)
+      return self.cache.attend(q, start)
+
+  want = outputs(step_of(KVCache(1, 2, 64, 16, dtype=dtypes.int8)))
+  np.testing.assert_array_equal(outputs(Block().step), want)
+
+
 def test_in_a_jit() -> None:
   """Not precompiled: tinygrad 0.14 replays what a precompiled function writes at its first position too."""
   inner = function(step_of(KVCache(1, 2, 64, 16)), allow_implicit=True)

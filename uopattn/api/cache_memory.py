@@ -1,6 +1,7 @@
 """The memory of a cache of keys and values, and the checks of what is written to it."""
 
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -14,10 +15,70 @@ from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import Place
 from uopattn.plan.append import append_call
-from uopattn.runtime.function import traces
+from uopattn.runtime.function import in_function, traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
 from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Written:
+  """What a cache holds in the trace of a `tinygrad.function` that writes to it; afterwards the function's call does.
+
+  tinygrad takes Tensors for inputs of a function, or of a TinyJit, that it finds in `__dict__`. These must not be: so
+  they are in slots, and what a cache held before is in its own `__dict__`.
+
+  Attributes:
+    traces: the functions being traced; () if there is nothing.
+    tensors: the cache's by name.
+  """
+
+  traces: tuple[float, ...] = ()
+  tensors: dict[str, Any] = field(default_factory=dict)
+
+  def settled(self) -> dict[str, Any]:
+    """Return the tensors of the current trace.
+
+    Raises:
+      RuntimeError: they are of a function that the one being traced has called.
+    """
+    current = traces()
+    if current[: len(self.traces)] != self.traces:
+      if current and current == self.traces[: len(current)]:
+        raise RuntimeError(
+          "the cache was written in a tinygrad.function that the one being traced has called; append and attend must "
+          "be in one function"
+        )
+      self.traces, self.tensors = (), {}
+    return self.tensors
+
+
+class Held(Generic[T]):
+  """An attribute of a cache whose value in the trace of a function is forgotten after it; see `Written`."""
+
+  def __set_name__(self, owner: type, name: str) -> None:
+    self._name = name
+
+  @overload
+  def __get__(self, cache: None, owner: type) -> Self: ...
+
+  @overload
+  def __get__(self, cache: "CacheMemory", owner: type) -> T: ...
+
+  def __get__(self, cache: "CacheMemory | None", owner: type) -> Self | T:
+    if cache is None:
+      return self
+    found: T = cache._written.settled().get(self._name, cache.__dict__[self._name])
+    return found
+
+  def __set__(self, cache: "CacheMemory", value: T) -> None:
+    tensors = cache._written.settled()
+    if in_function():
+      cache._written.traces, tensors[self._name] = traces(), value
+    else:
+      cache.__dict__[self._name] = value
 
 
 class CacheMemory:
@@ -28,6 +89,9 @@ class CacheMemory:
     v: (B, Hkv, rows, Dv).
     k_scale, v_scale: (B, Hkv, rows) float32, or None.
   """
+
+  k, v = Held[Tensor](), Held[Tensor]()
+  k_scale, v_scale = Held[Tensor | None](), Held[Tensor | None]()
 
   def __init__(
     self,
@@ -74,31 +138,11 @@ class CacheMemory:
       return joined(Tensor.zeros(*part, dtype=dtype, device=device).contiguous(), axis).realize()
 
     columns = (Dk, Dv) if self._four is None else (columns_in(Dk), columns_in(Dv))
+    self._written = Written()
     self.k, self.v = (zeros(B, Hkv, rows, D, dtype=stored) for D in columns)
-    self.k_scale: Tensor | None = None
-    self.v_scale: Tensor | None = None
+    self.k_scale = self.v_scale = None
     if self._quantized:
       self.k_scale, self.v_scale = (zeros(B, Hkv, rows, dtype=dtypes.float) for _ in range(2))
-    # What was there before the trace of a `tinygrad.function` in which the cache was written, and that trace.
-    self._settled = self.k, self.v, self.k_scale, self.v_scale
-    self._traces: tuple[float, ...] = ()
-
-  def _settle(self) -> None:
-    """Forget what was written in a `tinygrad.function` whose trace is over, as the call of the function writes it.
-
-    Raises:
-      RuntimeError: the function was called by the one being traced.
-    """
-    current = traces()
-    if current[: len(self._traces)] == self._traces:
-      return
-    if current and current == self._traces[: len(current)]:
-      raise RuntimeError(
-        "the cache was written in a tinygrad.function that the one being traced has called; append and attend must be "
-        "in one function"
-      )
-    self.k, self.v, self.k_scale, self.v_scale = self._settled
-    self._traces = ()
 
   def _rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return new keys and values on the memory's device. Raises TypeError or ValueError if they do not fit it."""
@@ -191,9 +235,6 @@ class CacheMemory:
     call, q = append_call(
       held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
     )
-    if not self._traces:
-      self._settled = self.k, self.v, self.k_scale, self.v_scale
-    self._traces = traces()
     parts = [x.uop.after(call) for x in (*held, *scales)]
     found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
     self.k, self.v = found[:2]

@@ -184,7 +184,6 @@ class KVCache(CacheMemory):
       >>> cache.k.tolist()
       [[[[0.0, 0.0], [-2.0, 1.0], [0.0, 0.0], [0.0, 0.0]]]]
     """
-    self._settle()
     k, v = self._rows(k, v)
     N_max, new = sizes(self.k)[2], NewQueries.of("KVCache.append", q, k, "the cache", options)
     start = self._start(start, sizes(k)[2], *new.limit(N_max, "the cache's"))
@@ -254,7 +253,6 @@ class KVCache(CacheMemory):
       >>> cache.attend(Tensor.randn(1, 8, 5, 16), 0, window=(3, 0)).realize().shape
       (1, 8, 5, 16)
     """
-    self._settle()
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
     start = self._start(start, M, sizes(self.k)[2])

@@ -157,7 +157,6 @@ class RingCache(CacheMemory):
       >>> cache.k.flatten().tolist()
       [1.0, 5.0, 6.0, 4.0]
     """
-    self._settle()
     k, v = self._rows(k, v)
     if (lengths := placed(lengths, self._device)) is not None:
       check_tensor_of("lengths", lengths, (sizes(self.k)[0],), dtypes.ints, "an integer dtype")
@@ -226,7 +225,6 @@ class RingCache(CacheMemory):
       >>> cache.attend(Tensor.randn(1, 8, 3, 16), 0).realize().shape
       (1, 8, 3, 16)
     """
-    self._settle()
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
     if self._M_max < M:
