@@ -15,7 +15,7 @@ from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import Place
 from uopattn.plan.append import append_call
-from uopattn.runtime.function import in_function, traces
+from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
 from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
@@ -75,8 +75,8 @@ class Held(Generic[T]):
 
   def __set__(self, cache: "CacheMemory", value: T) -> None:
     tensors = cache._written.settled()
-    if in_function():
-      cache._written.traces, tensors[self._name] = traces(), value
+    if current := traces():
+      cache._written.traces, tensors[self._name] = current, value
     else:
       cache.__dict__[self._name] = value
 
