@@ -27,19 +27,25 @@ With 8-bit inputs P is rounded to their type. A power of two scales P and l, so 
 
 With few queries, reading the keys takes the time. The query heads that share a key head are then packed into one tile
 (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill the
-multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits.
+multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits. Keys and values of 8 or 4 bits are then in
+shared memory as they are in the cache, and one warp widens them in registers just before their products
+(`Tiles.narrow`, `uopattn.dsl.nvidia.narrow`). The scales of rows are copied with their tile: read from global memory,
+they would arrive behind the tiles that are under way. With more warps, each tile is widened once, when it is copied.
 
 Speed on an H200, where `hopper_forward` is faster: float16 362 TFLOP/s at D=128 and 315 at D=64, 1.07 times
-FlashAttention-2; float32 61 to 65, 1.4 to 1.9 times PyTorch. scripts/results/KERNELS.md has more.
+FlashAttention-2; float32 61 to 65, 1.4 to 1.9 times PyTorch. One query on an H100, D=128: 3.0 TB/s in float16, 2.1 to
+2.5 in 8 bits, 2.2 to 2.5 in 4. scripts/results/KERNELS.md has more.
 
 Spills of nvcc 13, in bytes: with softcap on sm_80 232 at D=64 and 1080 at D=128, on sm_90 16 at D=128 with 64 keys.
 scripts/results/COMPILE.md has registers and instructions.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tinygrad import UOp
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
@@ -61,12 +67,15 @@ from uopattn.dsl.nvidia.mma_layout import (
   row_of,
   row_reduce,
 )
+from uopattn.dsl.nvidia.narrow import NarrowEpilogue, NarrowMma, NarrowTiles, columns_of, fits_narrow
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import KEYS, VALUES, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import lds_limit
+
+RESIDENT = 8  # workgroups of narrow tiles per multiprocessor: two warps per scheduler
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ class Tiles:
     turing: whether for sm_75, whose products are half as long along k, and which copies tiles through registers.
     in_registers: whether the queries stay in registers; else they are read from shared memory for each tile of keys.
     tf32: whether float32 is multiplied in tf32, in one product; else in three, at its own accuracy.
+    narrow: bits per element of K and V, 8 or 4, if they are widened in registers; 0 if tiles hold them as operands.
   """
 
   warps: int
@@ -92,6 +102,7 @@ class Tiles:
   turing: bool = False
   in_registers: bool = True
   tf32: bool = False
+  narrow: int = 0
 
   def __post_init__(self) -> None:
     if self.step not in STEPS:
@@ -106,6 +117,10 @@ class Tiles:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
     if self.parts > 1 and self.in_registers:
       raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
+    if self.narrow not in (0, 4, 8) or (
+      self.narrow and not (self.step == 16 and self.warps == 1 and self.in_registers)
+    ):
+      raise ValueError(f"Tiles.narrow={self.narrow}: must be 0; or 8 or 4, for one warp with queries in registers")
 
   @property
   def block_m(self) -> int:
@@ -126,28 +141,39 @@ class Tiles:
     """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
-  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
-    """Allocate Q, K and V in shared memory."""
-    Dk, Dv = round_up(Dk, self.step), round_up(Dv, PAIR)
+  def q_tile(self, s: Scope, Dk: int) -> SwizzledTiles:
+    """Allocate Q in shared memory."""
+    return self._swizzled(s, self.block_m, round_up(Dk, self.step), 1)
+
+  def key_tiles(self, s: Scope, Dk: int, Dv: int, scaled: bool) -> Sequence[SwizzledTiles | NarrowTiles]:
+    """Allocate K and V in shared memory; and if they are narrow and `scaled`, the scales of each."""
+    if not self.narrow:
+      return [self._swizzled(s, self.block_n, x, self.stages) for x in (round_up(Dk, self.step), round_up(Dv, PAIR))]
+    rows = [(Dk, self.narrow), (Dv, self.narrow), *([(1, 32)] * 2 if scaled else [])]
+    return [NarrowTiles.make(s, self.block_n, *x, self.stages, self.threads, self.dialect) for x in rows]
+
+  def _swizzled(self, s: Scope, rows: int, columns: int, slots: int) -> SwizzledTiles:
     options = {"bits": STEPS[self.step], "dialect": self.dialect}
-    return (
-      SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, **options),
-      SwizzledTiles.make(s, self.block_n, Dk, self.stages, self.threads, **options),
-      SwizzledTiles.make(s, self.block_n, Dv, self.stages, self.threads, **options),
-    )
+    return SwizzledTiles.make(s, rows, columns, slots, self.threads, **options)
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
-    return sum(x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
+    s = Scope()
+    return sum(x.bytes for x in (self.q_tile(s, Dk), *self.key_tiles(s, Dk, Dv, scaled=True)))
 
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups that fit on a multiprocessor at once, as limited by shared memory."""
-    return max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
+    """Workgroups that fit on a multiprocessor at once, as limited by shared memory; of narrow tiles as many as help."""
+    fitting = max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
+    return min(fitting, RESIDENT) if self.narrow else fitting
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for Q, O and S; or for O, S, and one step of Q and of K."""
     q, k = (ceildiv(Dk, self.step) * 4, 0) if self.in_registers else (4, self.block_n // 4)
-    return self.m_tiles * (q + round_up(Dv, PAIR) // 2 + self.block_n // 2) + k
+    return self.m_tiles * (q + self.columns(Dv) // 2 + self.block_n // 2) + k
+
+  def columns(self, Dv: int) -> int:
+    """Columns of the accumulators of O."""
+    return columns_of(Dv, self.narrow) if self.narrow else round_up(Dv, PAIR)
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -171,12 +197,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale)
-
-  state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), group.item)
-  q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   views = [head_rules.keys(x, q.dtype) for x in (k, v)]
-  sources = [(panels, of_head(x, key_range.tile)) for panels, x in zip((k_tiles, v_tiles), views, strict=True)]
+  tiles, mma = with_mma(s, q.dtype, views, tiles)
+  unit = WarpMma(mma, group, tiles, p_scale)
+
+  state = State.make(s, len(unit.rows), (tiles.m_tiles, tiles.columns(Dv) // MMA_N, 4), group.item)
+  q_tile, key_tiles = tiles.q_tile(s, Dk), tiles.key_tiles(s, Dk, Dv, rules.scales is not None)
+  views += [head_rules.scale_rows(which) for which in (KEYS, VALUES)[: len(key_tiles) - 2]]
+  sources = [(x, of_head(rows, key_range.tile)) for x, rows in zip(key_tiles, views, strict=True)]
   pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
   # Queries that are not loaded here arrive with the first tile, for which the mainloop waits.
@@ -185,9 +213,17 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = loop.run(unit.queries(q_tile.tile(UOp.const(0), filled)), state.after(filled))
   state = state.after(tiles.dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
-  epilogue = Epilogue(o, group.result, group.lane, lse, tiles.dialect, q.dtype)
+  common = o, group.result, group.lane, lse, tiles.dialect, q.dtype
+  epilogue = NarrowEpilogue(*common, bits=tiles.narrow) if tiles.narrow else Epilogue(*common)
   stores = epilogue.store_output(head_rules, unit.rows, state.acc, state.m_i, loaded(state.l_i), p_scale)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def with_mma(s: Scope, dtype: DType, views: list[HeadView], tiles: Tiles) -> tuple[Tiles, Mma]:
+  """The tiles, which are not narrow if keys and values are not whole words in memory, and their matrix instruction."""
+  if tiles.narrow and all(fits_narrow(x) for x in views):
+    return tiles, NarrowMma(s, dtype, tiles.turing, stored=views[0].stored)
+  return replace(tiles, narrow=0), Mma(s, dtype, tiles.turing, tiles.parts)
 
 
 @dataclass(frozen=True)

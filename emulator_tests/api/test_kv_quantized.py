@@ -15,7 +15,7 @@ from tinygrad.engine.realize import runtime_cache
 from uopattn import KVCache, RingCache, attention
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES, unit, widened
-from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.rules.rules import KEYS, VALUES, HeadRules
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.dsl.target import Target
 from uopattn.kernels.append import MAX_STORED
@@ -331,27 +331,24 @@ def test_on_hopper_the_other_kernel_serves() -> None:
 right_scale, right_widened = HeadRules._scale, widened
 
 
-def of_the_next_key(self: HeadRules, scales: UOp, key: UOp, masked: bool) -> UOp:
-  return right_scale(self, scales, key + 1, masked)
+def of_the_next_key(self: HeadRules, which: int, key: UOp, masked: bool) -> UOp:
+  return right_scale(self, which, key + 1, masked)
 
 
-def of_keys_alone(self: HeadRules, scales: UOp, key: UOp, masked: bool) -> UOp:
-  assert self.rules.scales is not None
-  return right_scale(self, scales, key, masked) if scales is self.rules.scales[0] else UOp.const(1.0, dtypes.float)
+def of_keys_alone(self: HeadRules, which: int, key: UOp, masked: bool) -> UOp:
+  return right_scale(self, which, key, masked) if which == KEYS else UOp.const(1.0, dtypes.float)
 
 
-def of_values_alone(self: HeadRules, scales: UOp, key: UOp, masked: bool) -> UOp:
-  assert self.rules.scales is not None
-  return right_scale(self, scales, key, masked) if scales is self.rules.scales[1] else UOp.const(1.0, dtypes.float)
+def of_values_alone(self: HeadRules, which: int, key: UOp, masked: bool) -> UOp:
+  return right_scale(self, which, key, masked) if which == VALUES else UOp.const(1.0, dtypes.float)
 
 
-def of_values_for_keys(self: HeadRules, scales: UOp, key: UOp, masked: bool) -> UOp:
-  assert self.rules.scales is not None
-  return right_scale(self, self.rules.scales[1], key, masked)
+def of_values_for_keys(self: HeadRules, which: int, key: UOp, masked: bool) -> UOp:
+  return right_scale(self, VALUES, key, masked)
 
 
-def of_the_first_head(self: HeadRules, scales: UOp, key: UOp, masked: bool) -> UOp:
-  return right_scale(HeadRules(self.rules, self.b, self.h * 0), scales, key, masked)
+def of_the_first_head(self: HeadRules, which: int, key: UOp, masked: bool) -> UOp:
+  return right_scale(HeadRules(self.rules, self.b, self.h * 0), which, key, masked)
 
 
 MISTAKES = {

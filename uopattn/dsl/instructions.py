@@ -122,6 +122,11 @@ def _pack(kind: str) -> str:
   return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
 
 
+def _fma_pairs(kind: str) -> str:
+  operands = '"=r"(y):"r"({0}),"r"({1}),"r"({2})'
+  return f'[&](){{{{ unsigned y; asm("fma.rn.{kind} %0, %1, %2, %3;":{operands}); return y; }}}}()'
+
+
 def _pack4(kind: str) -> str:
   low, high = (f"cvt.rn.satfinite.{kind}x2.f32 {to}" for to in ("a, %2, %1;", "b, %4, %3;"))
   return (
@@ -142,6 +147,18 @@ def _convert(kind: str) -> dict[str, Any]:
 
 def _copy(value: str) -> str:
   return "[&](){{ *(uint4*)({0}) = " + value + "; return 0; }}()"
+
+
+def _cp_async_or_zero(size: int) -> Instruction:
+  kind, zero = {16: ("uint4", "make_uint4(0, 0, 0, 0)"), 8: ("uint2", "make_uint2(0, 0)"), 4: ("unsigned", "0u")}[size]
+  ptx = f"cp.async.c{'g' if size == 16 else 'a'}.shared.global [%0], [%1], {size}, %2;"
+  return Instruction(
+    f"cp_async_or_zero_{size}",
+    {
+      "cuda": _ptx(ptx, _shared("{0}"), '"l"({1})', f'"r"(({{2}}) ? {size} : 0)'),
+      "sm_75": f"[&](){{{{ *({kind}*)({{0}}) = ({{2}}) ? *(const {kind}*)({{1}}) : {zero}; return 0; }}}}()",
+    },
+  )
 
 
 def _add_neighbours(lanes: int, first: list[int], step: int) -> str:
@@ -406,13 +423,7 @@ _CP_ASYNC = Instruction(
     "sm_75": _copy("*(const uint4*)({1})"),
   },
 )
-_CP_ASYNC_OR_ZERO = Instruction(
-  "cp_async_or_zero",
-  {
-    "cuda": _ptx("cp.async.cg.shared.global [%0], [%1], 16, %2;", _shared("{0}"), '"l"({1})', '"r"(({2}) ? 16 : 0)'),
-    "sm_75": _copy("({2}) ? *(const uint4*)({1}) : make_uint4(0, 0, 0, 0)"),
-  },
-)
+_CP_ASYNC_OR_ZERO = {size: _cp_async_or_zero(size) for size in (16, 8, 4)}
 _LDMATRIX = {
   trans: Instruction(name, {"cuda": _ldmatrix(modifier)}, cross_lane=True)
   for trans, name, modifier in ((False, "ldmatrix", ""), (True, "ldmatrix_trans", ".trans"))
@@ -484,6 +495,27 @@ class Cuda(Dialect):
     """Round two float32 to a 16-bit `dtype`, or four to an 8-bit one, and pack them: see `pack` and `pack4`."""
     return self.pack(elements[0], elements[1], dtype) if len(elements) == 2 else self.pack4(elements, dtype)
 
+  @instruction(cuda="__byte_perm({0}, {1}, {2})", sm_75="__byte_perm({0}, {1}, {2})")
+  def pick_bytes(self, a: Word, b: Word, selector: int) -> Word:
+    """Four of the eight bytes of two uint32, a's before b's, numbered by the digits of `selector`, the lowest first.
+
+    Source: CUDA Math API, "__byte_perm".
+    """
+
+  @instruction(
+    cuda='[&](){{ unsigned y; asm("lop3.b32 %0, %1, %2, %3, 0x6a;":"=r"(y):"r"({0}),"n"({1}),"r"({2})); return y; }}()'
+  )
+  def and_xor(self, a: Word, mask: int, b: Word) -> Word:
+    """(a & mask) ^ b in one instruction, where the compiler makes two of two constants. Source: PTX ISA, "lop3"."""
+
+  @instruction(cuda=_fma_pairs("f16x2"))
+  def fma_halves(self, a: Word, b: Word, c: Word) -> Word:
+    """a b + c of two float16 in each word, rounded once. Source: PTX ISA, "fma", f16x2."""
+
+  @instruction(cuda=_fma_pairs("bf16x2"))
+  def fma_bfloats(self, a: Word, b: Word, c: Word) -> Word:
+    """a b + c of two bfloat16 in each word, rounded once; not on sm_75. Source: PTX ISA, "fma", bf16x2."""
+
   @instruction(cuda="[&](){{ unsigned p[4] = {{{1}, {2}, {3}, {4}}}; memcpy({0}, p, 16); return 0; }}()")
   def set_words(self, to: UOp, a: Word, b: Word, c: Word, d: Word) -> Statement:
     """Write four uint32 to the 16 bytes of registers, of any type, at `to`. A statement; costs no instruction."""
@@ -499,15 +531,16 @@ class Cuda(Dialect):
     tinygrad's stores to LDS cannot have the same index in two loops.
     """
 
-  def cp_async(self, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
-    """Start copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
+  def cp_async(self, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None, size: int = 16) -> UOp:
+    """Start copying 16, 8 or 4 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS).
 
-    Where `inside` is given and false, 16 zeros are written and nothing is read. The copy belongs to the lane's next
-    `cp_async_commit`, and is complete after the `cp_async_wait` for it. A statement.
+    Both are aligned to that size. Where `inside` is given and false, zeros are written and nothing is read. The copy
+    belongs to the lane's next `cp_async_commit`, and is complete after the `cp_async_wait` for it. A statement.
     """
-    if inside is None:
+    if inside is None and size == 16:
       return statement(_CP_ASYNC, self.name, after, to, source)
-    return statement(_CP_ASYNC_OR_ZERO, self.name, after, to, source, inside)
+    inside = UOp.const(True) if inside is None else inside
+    return statement(_CP_ASYNC_OR_ZERO[size], self.name, after, to, source, inside)
 
   @instruction(cuda=_ptx("cp.async.commit_group;"), sm_75="/* a group of copies ends */ 0")
   def cp_async_commit(self, *after: UOp) -> Statement:
@@ -805,7 +838,8 @@ HIP, CUDA, TURING, METAL, GENERIC, CPU = (
 
 _LIST = [
   *declared_in(Dialect, Hip, Cuda, Cpu),
-  *(_WAVE_FENCE, _CP_ASYNC, _CP_ASYNC_OR_ZERO, _TENSOR_MAP, _TMA_LOAD),
+  *(_WAVE_FENCE, _CP_ASYNC, _TENSOR_MAP, _TMA_LOAD),
+  *_CP_ASYNC_OR_ZERO.values(),
   *_LDMATRIX.values(),
   *_ADD_PAIRS.values(),
   *_ADD_QUADS.values(),

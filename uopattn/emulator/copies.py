@@ -15,7 +15,7 @@ from .errors import Divergence, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Global, Pointer
 
-CHUNK = 16  # bytes that one cp.async moves
+CHUNK = 16  # bytes of most copies, and of what matrix instructions read of a row
 MAP_BYTES, ADDRESS_BYTES = 128, 16
 COLUMNS = 64  # of a box
 ROW_BYTES = 128  # of the swizzle
@@ -38,9 +38,9 @@ class Copy:
   lds: LDS
   lanes: np.ndarray
   group: np.ndarray
-  index: np.ndarray  # (lanes,) in units of 16 bytes
+  index: np.ndarray  # (lanes,) in units of the bytes that a lane copies
   granules: np.ndarray  # (granules, lanes)
-  data: np.ndarray  # (lanes, 16) uint8
+  data: np.ndarray  # (lanes, bytes) uint8
   signal: Any = None  # the mbarriers that its completion arrives at, and per lane the index and the phase
 
   def only(self, kept: np.ndarray) -> "Copy":
@@ -53,7 +53,7 @@ class Copy:
     """Make the copies of the lanes in `done` visible, as writes of their waves."""
     granules = self.granules[:, done]
     self.lds.in_flight[granules] = False
-    self.lds.data.reshape(-1, CHUNK)[self.index[done]] = self.data[done]
+    self.lds.data.reshape(-1, self.data.shape[1])[self.index[done]] = self.data[done]
     if self.lds.run.check:
       self.lds.record_write(granules, self.lanes[done])
 
@@ -95,18 +95,19 @@ class Load:
       self.lds.arrived(granules, ENGINE)
 
 
-def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None) -> None:
+def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None, size: int = CHUNK) -> None:
   lanes = run.active()
   if not isinstance(to.memory, LDS) or not isinstance(source.memory, Global):
     raise run.fail(OutOfBounds, u, "copies asynchronously, which goes from global memory to LDS only")
   reading = np.ones(len(lanes), bool) if inside is None else run.spread(inside)[lanes]
+  aligned = f"address that {size} does not divide"
   for place, pointer, used in (("LDS", to, np.ones(len(lanes), bool)), ("global", source, reading)):
     start = np.asarray(run.spread(pointer.index)[lanes], np.int64) * pointer.dtype.itemsize
-    if (bad := used & (start % CHUNK != 0)).any():
-      raise run.fail(OutOfBounds, u, f"copies 16 bytes at a {place} address that 16 does not divide", lanes[bad])
-  lds, count = to.memory, CHUNK // to.dtype.itemsize
+    if (bad := used & (start % size != 0)).any():
+      raise run.fail(OutOfBounds, u, f"copies {size} bytes at a {place} {aligned}", lanes[bad])
+  lds, count = to.memory, size // to.dtype.itemsize
   index = lds.place(u, "copies to", to.index, to.dtype, count, lanes)
-  read = source.memory.load(u, run.spread(source.index), source.dtype, CHUNK // source.dtype.itemsize, inside)
+  read = source.memory.load(u, run.spread(source.index), source.dtype, size // source.dtype.itemsize, inside)
   data = np.ascontiguousarray(np.stack(read, axis=-1)[lanes]).view(np.uint8)
   granules = lds.granules(index, to.dtype, count)
   if run.check:
@@ -116,10 +117,10 @@ def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None) ->
     if (bad := owner.take(granules) != lanes).any():
       raise lds.fail(Race, u, "copies to {what} from different lanes at once", granules, bad, lanes)
   lds.in_flight[granules] = True
-  index = index * to.dtype.itemsize // CHUNK
+  index = index * to.dtype.itemsize // size
   run.copies.started.append(Copy(lds, lanes, run.copies.groups[lanes], index, granules, data))
   if run.counters is not None:
-    run.counters.lds_written += len(lanes) * CHUNK
+    run.counters.lds_written += len(lanes) * size
 
 
 def commit(run: Run, u: UOp) -> None:

@@ -6,6 +6,7 @@ returns the instruction's value, None for a statement.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,27 @@ def _bytes_of(first: int) -> Meaning:
     return parts[0] | parts[1] << np.uint32(8) | parts[2] << np.uint32(16) | parts[3] << np.uint32(24)
 
   return permute
+
+
+def _pick_bytes(run: Run, u: UOp, a: Any, b: Any, selector: Any) -> Any:
+  def byte(n: int) -> Any:
+    return ((a, b)[n // 4] >> np.uint32(8 * (n % 4))) & np.uint32(0xFF)
+
+  parts = [byte(int(selector) >> 4 * i & 7) << np.uint32(8 * i) for i in range(4)]
+  return parts[0] | parts[1] | parts[2] | parts[3]
+
+
+def _fma_pairs(dtype: DType) -> Meaning:
+  def numbers(word: Any, half: int) -> Any:
+    bits = (np.asarray(word) >> np.uint32(16 * half)).astype(np.uint16)
+    return np.asarray(alu.decode(bits.view(alu.storage(dtype)), dtype), np.float64)
+
+  def fma(run: Run, u: UOp, a: Any, b: Any, c: Any) -> Any:
+    exact = [numbers(a, half) * numbers(b, half) + numbers(c, half) for half in range(2)]
+    low, high = (alu.encode(x, dtype).view(np.uint16).astype(np.uint32) for x in exact)
+    return low | (high << np.uint32(16))
+
+  return fma
 
 
 def _set_words(run: Run, u: UOp, to: Pointer, *words: Any) -> None:
@@ -205,11 +227,15 @@ MEANINGS: dict[str, Meaning] = {
   "convert_e5m2": _convert_pair(dtypes.fp8e5m2),
   "even_bytes": _bytes_of(0),
   "odd_bytes": _bytes_of(1),
+  "pick_bytes": _pick_bytes,
+  "and_xor": lambda run, u, a, mask, b: (a & np.uint32(mask)) ^ b,
+  "fma_halves": _fma_pairs(dtypes.half),
+  "fma_bfloats": _fma_pairs(dtypes.bfloat16),
   "set_words": _set_words,
   "store_chunk": _store_chunk,
   "store_word": _store_word,
   "cp_async": copies.start,
-  "cp_async_or_zero": copies.start,
+  **{f"cp_async_or_zero_{size}": partial(copies.start, size=size) for size in (16, 8, 4)},
   "cp_async_commit": copies.commit,
   "cp_async_wait": copies.wait,
   "mbarrier_init": mbarrier.init,

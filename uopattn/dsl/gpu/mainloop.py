@@ -6,7 +6,7 @@ online softmax, and two loops, one over full tiles of keys and one over tiles th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from tinygrad import UOp
@@ -74,7 +74,8 @@ class MatrixUnit(Protocol):
 class KeyPipeline(Protocol):
   """A pipeline that brings tiles of K and V from global memory to where the matrix unit reads them.
 
-  A unit and its pipeline agree on what a tile is. A tile of V may be a function that waits for it.
+  A unit and its pipeline agree on what a tile is. A tile of V may be a function that waits for it. More tiles are those
+  of the scales of keys and of values.
   """
 
   def acquire(self, n: UOp, *after: UOp) -> Sequence[Any]:
@@ -114,25 +115,28 @@ class Mainloop:
     """Process `trips` tiles from the `first` on; `masked` says whether they need a mask."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n, old = first + trip, state.after(trip)
-    k_tile, v_tile = self.pipeline.acquire(n, trip, *state)
+    k_tile, v_tile, *scales = self.pipeline.acquire(n, trip, *state)
     scores = self.unit.mma_abt(q, k_tile)
-    p, alphas, stores = self.softmax(scores, n, masked, old)
+    p, alphas, stores = self.softmax(scores, n, masked, old, scales)
     operands = self.unit.as_operands(p, trip, *state)
     stores += self.unit.mma_ab(operands, v_tile, state.acc, old.acc, alphas, stores)
     return state.after(self.pipeline.release(n, *stores).end(trip))
 
   def softmax(
-    self, products: list[list[UOp]], n: UOp, masked: bool, old: State
+    self, products: list[list[UOp]], n: UOp, masked: bool, old: State, scales: Sequence[Any]
   ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
     """Return P of the n-th tile and alpha for each of this lane's rows, and the stores of m_i and l_i."""
     lane_key, offsets = self.unit.keys()
-    first = self.key_range.tile(n) * self.block_n + lane_key
-    rows = self.unit.rows
-    scores = [self.rules.scores(x, row, first, offsets, masked) for x, row in zip(products, rows, strict=True)]
+    top = self.key_range.tile(n) * self.block_n
+    first, rows, rules = top + lane_key, self.unit.rows, self.rules
+    if scales:
+      keys, values = scales
+      rules = replace(rules, scales_near=(lambda key: keys.number(key - top), lambda key: values.number(key - top)))
+    scores = [rules.scores(x, row, first, offsets, masked) for x, row in zip(products, rows, strict=True)]
     m_old, l_old = ([x[i].load() for i in range(len(rows))] for x in (old.m_i, old.l_i))
     p, alphas, stores = [], [], []
-    for i, (p_row, *new, alpha) in enumerate(self.unit.softmax(scores, self.rules.scaling, m_old, l_old)):
-      p.append(self.rules.weights(p_row, rows[i], first, offsets, masked))
+    for i, (p_row, *new, alpha) in enumerate(self.unit.softmax(scores, rules.scaling, m_old, l_old)):
+      p.append(rules.weights(p_row, rows[i], first, offsets, masked))
       alphas.append(alpha)
       stores += [x[i].store(value) for x, value in zip((old.m_i, old.l_i), new, strict=True)]
     return p, alphas, stores

@@ -6,12 +6,24 @@ Tiles past the last one bring data that nobody reads.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from tinygrad import UOp
 
 from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
+
+
+class CopiedTiles(Protocol):
+  """Tiles of rows in shared memory: `SwizzledTiles` or `NarrowTiles`."""
+
+  def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
+    """Start copying tile `n_tile` of the rows of a head into the slot of tile `position`."""
+
+  def tile(self, n_tile: UOp, *after: UOp) -> Any:
+    """The tiles with the slot of tile `n_tile` in use."""
+
 
 Rows = Callable[[UOp], tuple[HeadView, UOp]]
 """Maps n to the rows that the n-th tile is copied from, and its number among them."""
@@ -29,7 +41,7 @@ class CpAsyncPipeline:
     fenced: whether asynchronous products read the tiles, which see what was copied only behind a fence.
   """
 
-  sources: Sequence[tuple[SwizzledTiles, Rows]]
+  sources: Sequence[tuple[CopiedTiles, Rows]]
   stages: int
   thread: UOp
   dialect: Cuda = CUDA
@@ -57,7 +69,7 @@ class CpAsyncPipeline:
     """Start the first stages - 1 tiles; wait for the first one, and for copies started earlier."""
     return self.consumer_wait(self.start(*after))
 
-  def acquire(self, n: UOp, *after: UOp) -> list[SwizzledTiles]:
+  def acquire(self, n: UOp, *after: UOp) -> list[Any]:
     """Wait for the n-th tile of each source, and start the next tile that has a slot."""
     ready = self.consumer_wait(*after)
     following = self.producer_load(n + self.stages - 1, ready)

@@ -92,6 +92,11 @@ class SwizzledTiles:
     """Elements per slot."""
     return self.height * round_up(self.columns, self.width)
 
+  @property
+  def bytes(self) -> int:
+    """Bytes of all slots."""
+    return self.bits.itemsize * self.slots * self.size
+
   def after(self, *after: UOp) -> "SwizzledTiles":
     return replace(self, memory=self.memory.after(*after))
 
@@ -127,12 +132,9 @@ class SwizzledTiles:
   def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Start copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 
-    Rows past the last one are zeros. If all tiles are known to be whole, a tile past the last one repeats the last one.
+    Rows past the last one are zeros; see `rows_of_tile`.
     """
-    most = int(source.length.vmax)
-    whole = source.length.vmin == most > 0 and most % self.rows == 0
-    first = clamp(n_tile, 0, most // self.rows - 1) * self.rows if whole else n_tile * self.rows
-    return self.tile(position, *after).fill(source, first, self.rows if whole else source.length - first, thread)
+    return self.tile(position, *after).fill(source, *rows_of_tile(source, self.rows, n_tile), thread)
 
   def fill(self, source: HeadView, first: UOp, rows: UOp | int, thread: UOp) -> list[UOp]:
     """Start copying `rows` rows, and zeros for the rest, into the slot in use.
@@ -203,6 +205,17 @@ class SwizzledTiles:
     elements = [source.wide_bits(part) for part in parts]
     shifted = [x.cast(dtypes.uint) << 8 * self.bits.itemsize * (i % per) for i, x in enumerate(elements)]
     return [reduce(UOp.__or__, shifted[i : i + per]) for i in range(0, self.chunk, per)]
+
+
+def rows_of_tile(source: HeadView, rows: int, n_tile: UOp) -> tuple[UOp, UOp | int]:
+  """The first row of tile `n_tile`, of so many rows each, and how many exist from there on.
+
+  That is an int if all tiles are whole; a tile past the last one then repeats the last one.
+  """
+  most = int(source.length.vmax)
+  if source.length.vmin == most > 0 and most % rows == 0:
+    return clamp(n_tile, 0, most // rows - 1) * rows, rows
+  return n_tile * rows, source.length - n_tile * rows
 
 
 def _or_zero(flat: UOp, at: UOp, inside: UOp | None) -> UOp:

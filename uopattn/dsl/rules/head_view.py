@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -167,6 +168,16 @@ class HeadView:
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
     return self.size % elements == 0 and (self.unit is None or self.unit % elements == 0)
+
+  @property
+  def stored(self) -> DType:
+    """The type of the elements in memory, or the format of 4 bits."""
+    return self.x.dtype if self.four is None else self.four
+
+  @property
+  def alignment(self) -> int:
+    """Bytes that divide the start and the length of every row."""
+    return gcd(self.row_bytes, 0 if self.unit is None else self.unit * self.x.dtype.itemsize)
 
   @property
   def widens(self) -> bool:

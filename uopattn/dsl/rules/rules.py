@@ -21,6 +21,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, sizes
 
 LARGEST_CAP = 2.0**20  # of a softcap below which m in base 2 is far from `softmax.LARGEST_M_8`
+KEYS, VALUES = range(2)  # places in `Scales`
 LEAST_SCALE = 2.0**-100  # of a head; smaller ones are this: scores are 0 by either
 
 
@@ -111,9 +112,16 @@ class Rules(Masks):
 
 @dataclass(frozen=True, eq=False)
 class HeadRules(HeadMasks):
-  """The rules for query head `h` of batch `b`, or for the `pack_gqa` packed heads from `h` on."""
+  """The rules for query head `h` of batch `b`, or for the `pack_gqa` packed heads from `h` on.
+
+  Attributes:
+    rules: the rules of all heads.
+    scales_near: load the scale of a key, and of its value, from on chip; of a key that does not exist it is 0. None
+      reads scales from global memory.
+  """
 
   rules: Rules
+  scales_near: tuple[Callable[[UOp], UOp], Callable[[UOp], UOp]] | None = None
 
   @property
   def length(self) -> UOp:
@@ -234,7 +242,7 @@ class HeadRules(HeadMasks):
     """
     r = self.rules
     if r.scales is not None:
-      score = score * self._scale(r.scales.keys, key, masked)
+      score = score * self._scale(KEYS, key, masked)
     if r.softcap is not None:
       score = tanh(score) * r.softcap if r.moves else tanh(score)
     if r.score_mod is not None:
@@ -254,10 +262,10 @@ class HeadRules(HeadMasks):
       first, offsets: the keys are first + offset.
       masked: whether any key may not exist.
     """
-    p, scales = self.dropped(p, row, first, offsets), self.rules.scales
-    if scales is None:
+    p = self.dropped(p, row, first, offsets)
+    if self.rules.scales is None:
       return p
-    return [x * self._scale(scales.values, first + i, masked) for x, i in zip(p, offsets, strict=True)]
+    return [x * self._scale(VALUES, first + i, masked) for x, i in zip(p, offsets, strict=True)]
 
   def dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
     """P of a query for the keys first + offset, after dropout: 0, or scaled by 1 / (1 - dropout_p)."""
@@ -270,13 +278,21 @@ class HeadRules(HeadMasks):
     keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
     return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
 
-  def _scale(self, scales: UOp, key: UOp, masked: bool) -> UOp:
+  def _scale(self, which: int, key: UOp, masked: bool) -> UOp:
     """The factor on a widened key or value. For a key that does not exist it is 0, and no scale is read."""
-    assert self.rules.scales is not None
+    r = self.rules.scales
+    assert r is not None
+    if self.scales_near is not None:
+      return self.scales_near[which](key) * r.unit
     inside = None if not masked or key.vmax < self.length.vmin else key < self.length
-    rows = self.keys(scales.reshape(-1, sizes(scales)[-1], 1))
-    scale = rows.element(key, UOp.const(0), inside) * self.rules.scales.unit
+    scale = self.scale_rows(which).element(key, UOp.const(0), inside) * r.unit
     return scale if inside is None else inside.where(scale, 0.0)
+
+  def scale_rows(self, which: int) -> HeadView:
+    """The scales of this head's `KEYS` or `VALUES`, one per row."""
+    assert self.rules.scales is not None
+    scales = self.rules.scales[:2][which]
+    return self.keys(scales.reshape(-1, sizes(scales)[-1], 1))
 
   def score_vjp(
     self,

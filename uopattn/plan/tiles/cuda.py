@@ -54,17 +54,24 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   """
   check_type(problem.dtype, target.arch)
   M, Dk, Dv = problem.M, problem.Dk, problem.Dv
-  in_order = _forward_in_order(problem, target)
+  in_order = [_narrow(x, problem) for x in _forward_in_order(problem, target)]
   best = _first_fitting(in_order, problem, target)
   yield best
 
   others = in_order + [replace(best, stages=n) for n in (2, 3, 4) if not best.turing]
-  others += [replace(best, warps=n) for n in (8, 2)]
+  others += [replace(best, warps=n, narrow=0) for n in (8, 2)]
   for x in others:
     in_registers = x.registers(Dk, Dv) <= max(_budget(x, problem), best.registers(Dk, Dv))
     has_rows = (x.warps - 1) * x.m_tiles * MMA_M < M  # for each warp
-    if in_registers and x.shared_bytes(Dk, Dv) <= target.lds and has_rows:
+    if in_registers and replace(x, narrow=0).shared_bytes(Dk, Dv) <= target.lds and has_rows:
       yield x
+
+
+def _narrow(x: Forward, problem: Problem) -> Forward:
+  """The tiles with K and V as they are in memory, if these have 8 or 4 bits and one warp multiplies them in 16."""
+  bits = problem.stored.bitsize
+  whole = problem.Dk % 16 == problem.Dv % 16 == 0
+  return replace(x, narrow=bits) if bits < 16 == x.step and x.warps == 1 and x.in_registers and whole else x
 
 
 def _first_fitting(in_order: Sequence[Forward], problem: Problem, target: Target) -> Forward:
@@ -77,7 +84,7 @@ def _first_fitting(in_order: Sequence[Forward], problem: Problem, target: Target
   *candidates, smallest = in_order
   idle = None
   for x in candidates:
-    if x.registers(Dk, Dv) > _budget(x, problem) or x.shared_bytes(Dk, Dv) > target.lds:
+    if x.registers(Dk, Dv) > _budget(x, problem) or replace(x, narrow=0).shared_bytes(Dk, Dv) > target.lds:
       continue
     if x.m_tiles > 1 and x.block_m // 2 >= M:  # half of it, or more, would have no queries
       continue
@@ -192,7 +199,7 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   found = [replace(best, row_tiles=m, block=min(n, most), in_registers=kept) for m, n, kept in sizes]
   for x in (*found, replace(best, warps=8), replace(best, stages=3)):
     in_registers, has_rows = x.registers(Dk, Dv, sums) <= BACKWARD_BUDGET[of_keys], x.rows < rows + x.rows // x.warps
-    if in_registers and x.shared_bytes(Dk, Dv) <= target.lds and has_rows:
+    if in_registers and replace(x, narrow=0).shared_bytes(Dk, Dv) <= target.lds and has_rows:
       yield x
 
 
