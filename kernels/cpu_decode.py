@@ -31,8 +31,10 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import Scope, exp2, make_kernel, sizes
 from uopattn.dsl.cpu.mainloop import KeyRows, QueryBlock
+from uopattn.dsl.cpu.nibbles import NibbleRows, in_planes, place_of
 from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, register_blocks, zeros
 from uopattn.dsl.instructions import CPU
+from uopattn.dsl.rules.four_bits import PER_WORD
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
@@ -107,7 +109,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   block = QueryBlock.open(s, q, o, rules, tiles.block_m, tiles.blocks_per_call, repeats=True)
   block_m, outer, keys = tiles.block_m, block.axes, block.key_tiles(min(tiles.block_n, N))
   q_rows = load_queries(s, q, block, scaling.pre, tiles)
-  acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
+  if planes := rules.at(block.head).keys(k).four is not None:
+    q_rows = in_planes(s, q_rows, outer)
+  acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)  # of 4 bits, plane by plane
   m_i = s.assign(s.buffer(block_m), lambda r: LOWEST, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)  # one partial sum per lane
 
@@ -131,7 +135,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   acc, m_i, l_i = (x.after(end) for x in (acc, m_i, l_i))
   l_i = fold(s, l_i, UOp.__add__, outer)
-  stores = block.epilogue(s, lse, m_i, l_i, scaling, block_m, lambda factor: store_o(s, o, block, acc, factor))
+  stores = block.epilogue(s, lse, m_i, l_i, scaling, block_m, lambda factor: store_o(s, o, block, acc, factor, planes))
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   return make_kernel(name, outer, *stores)
 
@@ -153,19 +157,21 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
 
   For each strip of keys all rows are processed in turn, so that memory is read evenly, not only in the first row strip.
   """
-  (block_m, Dk), rows, lanes = sizes(q), tiles.unroll_m, tiles.lanes
-  elements = 2 * lanes if tiles.pairs else lanes  # per vector of K
-  products, row_strips, chunks_in_all = s.buffer(block_m, block_n), block_m // rows, ceildiv(Dk, elements)
+  block_m, rows, lanes = sizes(q)[0], tiles.unroll_m, tiles.lanes
+  nibbles = NibbleRows(k) if k.rows.four is not None else None
+  elements = 2 * lanes if tiles.pairs else lanes  # per vector of K: of 4 bits, words
+  size = k.rows.size if nibbles is None else nibbles.words
+  products, row_strips, chunks_in_all = s.buffer(block_m, block_n), block_m // rows, ceildiv(size, elements)
   ends = []
   for left, count, keys in register_blocks(block_n, tiles.unroll_n):
     strip, row_strip = s.axis(count), s.axis(row_strips)
     key, first_row, inner = left + strip * keys, row_strip * rows, (*within, strip, row_strip)
     acc = zeros(s, rows * keys, lanes, inner)
-    for begin, chunks, width in register_blocks(Dk, elements):
+    for begin, chunks, width in register_blocks(size, elements):
 
       def term(a: int, i: UOp, w: UOp) -> UOp:
-        d = begin + i * width + w
-        return q[first_row + a // keys, d] * k[key + a % keys, d]
+        d, row, n = begin + i * width + w, first_row + a // keys, key + a % keys
+        return q[row, d] * k[n, d] if nibbles is None else nibbles.dot(q, row, n, d)
 
       def fetches(i: UOp) -> list[UOp]:
         part = (key * row_strips + row_strip * keys) * chunks_in_all + (begin // elements + i) * keys
@@ -258,23 +264,30 @@ def multiply_pv(
   s: Scope, p: UOp, v: KeyRows, k_next: KeyRows, acc: UOp, alpha: UOp, tiles: Tiles, within: tuple[UOp, ...]
 ) -> UOp:
   """Compute O = O alpha + P V, and prefetch the next tile's keys."""
-  (block_m, block_n), Dv, rows, width = sizes(p), sizes(acc)[1], tiles.unroll_m, tiles.unroll_d * tiles.lanes
-  row_strips, strips_in_all = block_m // rows, ceildiv(Dv, width)
+  (block_m, block_n), rows = sizes(p), tiles.unroll_m
+  row_strips, strips = block_m // rows, column_strips(v, tiles)
+  strips_in_all = sum(count for _, _, count, _ in strips)
+  nibbles = NibbleRows(v) if v.rows.four is not None else None
   keys = 2 if tiles.pairs else 1  # added per step
   weights = p
   if tiles.pairs:
     rounded = s.buffer(block_m, block_n, dtype=dtypes.bfloat16)
     weights = s.assign(rounded, lambda r, n: p[r, n].load().cast(dtypes.bfloat16), within=within)
   ends = []
-  for left, count, columns in register_blocks(Dv, width):
+  for number, (planes, left, count, columns) in enumerate(strips):
     strip, row_strip = s.axis(count), s.axis(row_strips)
     column, first_row, inner = left + strip * columns, row_strip * rows, (*within, strip, row_strip)
+    before_it = sum(count for _, _, count, _ in strips[:number])
 
-    def term(r: int, n: UOp, m: UOp) -> UOp:
-      return weights[first_row + r, n] * v[n, column + m]
+    def term(a: int, n: UOp, m: UOp) -> UOp:
+      weight = weights[first_row + a // len(planes), n]
+      if nibbles is None:
+        return weight * v[n, column + m]
+      x = nibbles.numbers(n, column + m, planes)[a % len(planes)]
+      return weight * nibbles.scale(n, column + m) * x
 
     def fetches(i: UOp) -> list[UOp]:
-      part = ((left // width + strip) * row_strips + row_strip) * block_n + i * keys
+      part = ((before_it + strip) * row_strips + row_strip) * block_n + i * keys
       parts = strips_in_all * row_strips * block_n
       share = (block_n, part, keys, parts, (*inner, i))
       return [k_next.prefetch(s, *share), *([v.prefetch(s, *share, ahead=AHEAD)] if tiles.again else [])]
@@ -288,21 +301,36 @@ def multiply_pv(
       ]
       return fetches(i) + [CPU.weighted_pair(*place) for place in places]
 
-    out = zeros(s, rows, columns, inner)
+    out = zeros(s, rows * len(planes), columns, inner)
     steps = block_n // keys
     out = add_steps(s, out, steps, dots) if tiles.pairs else accumulate(s, out, steps, columns, term, fetches)
     m = s.axis(columns)
-    place = [acc[first_row + r, column + m] for r in range(rows)]
-    stores = [place[r].store(place[r] * alpha[first_row + r] + out[r, m]) for r in range(rows)]
+    stores = []
+    for a in range(rows * len(planes)):
+      row, plane = first_row + a // len(planes), planes[a % len(planes)]
+      place = acc[row, column + m if nibbles is None else plane * nibbles.words + column + m]
+      stores.append(place.store(place * alpha[row] + out[a, m]))
     ends.append(UOp.group(*stores).end(strip, row_strip, m))
   return UOp.group(*ends)
 
 
-def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp) -> UOp:
-  """Store the output, O times a factor per row."""
+def column_strips(v: KeyRows, tiles: Tiles) -> list[tuple[range, int, int, int]]:
+  """The strips of value columns: (planes, first column, strips, columns per strip) of each kind.
+
+  Columns of elements of 4 bits are words, of which a strip has some planes; others are one plane.
+  """
+  if v.rows.four is None:
+    return [(range(1), *x) for x in register_blocks(v.rows.size, tiles.unroll_d * tiles.lanes)]
+  groups = [range(first, min(first + tiles.unroll_d, PER_WORD)) for first in range(0, PER_WORD, tiles.unroll_d)]
+  return [(planes, *x) for planes in groups for x in register_blocks(v.rows.size // PER_WORD, tiles.lanes)]
+
+
+def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp, planes: bool) -> UOp:
+  """Store the output, O times a factor per row; `planes` says whether O is plane by plane."""
   r, d = (s.axis(size) for size in sizes(acc))
+  place = place_of(d, sizes(acc)[1] // PER_WORD) if planes else d
   # If no key exists, what was read instead may be NaN.
-  value = (block.rules.length > 0).where(acc[r, d] * factor[r], 0.0)
+  value = (block.rules.length > 0).where(acc[r, place] * factor[r], 0.0)
   return o[block.result, block.row(r), d].store(value.cast(o.dtype)).end(r, d)
 
 

@@ -27,8 +27,8 @@ With 8-bit inputs P is rounded to their type. A power of two scales P and l, so 
 
 With few queries, reading the keys takes the time. The query heads that share a key head are then packed into one tile
 (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill the
-multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits. Keys and values of 8 or 4 bits are then in
-shared memory as they are in the cache, and one warp widens them in registers just before their products
+multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits. Keys and values of 8 or 4 bits are then
+in shared memory as they are in the cache, and one warp widens them in registers just before their products
 (`Tiles.narrow`, `uopattn.dsl.nvidia.narrow`). The scales of rows are copied with their tile: read from global memory,
 they would arrive behind the tiles that are under way. With more warps, each tile is widened once, when it is copied.
 

@@ -12,6 +12,8 @@ from tinygrad.dtype import DType
 
 from uopattn import KVCache, RingCache, append_paged, attention, attention_paged
 from uopattn.dsl import sizes
+from uopattn.dsl.cpu import nibbles
+from uopattn.dsl.nvidia import narrow
 from uopattn.dsl.rules import head_view
 from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits
 from uopattn.dsl.target import Target, VectorUnit
@@ -155,7 +157,7 @@ def test_another_kernel_serves(target: Target, name: str) -> None:
   assert dispatch(replace(usual, **given), target).schedule.name == name
 
 
-bits_of, of_word = head_view.bits_of, head_view.of_word
+bits_of, number_at, crossed = head_view.bits_of, nibbles.number_at, narrow.crossed
 
 
 def of_the_next_group(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> list[UOp]:
@@ -170,18 +172,41 @@ def in_the_order_of_memory(word: UOp, column: UOp) -> UOp:
   return word >> (column % 8 * 4).cast(dtypes.uint)
 
 
-MISTAKES = {"bits_of": (of_the_next_group, of_the_other_format), "of_word": (in_the_order_of_memory,)}
+def numbers_of_the_other_format(word: UOp, shift: int, stored: FourBits) -> UOp:
+  return number_at(word, shift, NVFP4 if stored == INT4 else INT4)
+
+
+def planes_in_the_order_of_memory(plane: UOp | int, word: UOp) -> UOp:
+  return word * 8 + plane
+
+
+def scale_of_the_other_row(a: UOp, b: UOp, stored: DType, to: DType, scales: UOp) -> list[UOp]:
+  return crossed(a, b, stored, to, (scales << 16) | (scales >> 16))
+
+
+MISTAKES = (  # where, what stands there, and on which device, for how many queries
+  (head_view, "bits_of", of_the_next_group, "CPU", 40),
+  (head_view, "bits_of", of_the_other_format, "CPU", 40),
+  (head_view, "of_word", in_the_order_of_memory, "CPU", 40),
+  (nibbles, "number_at", numbers_of_the_other_format, "CPU", 1),
+  (nibbles, "element_of", planes_in_the_order_of_memory, "CPU", 1),
+  (narrow, "crossed", scale_of_the_other_row, "EMU", 1),
+)
 
 
 @pytest.mark.kinds(kind=("int4",))
 @pytest.mark.parametrize("kind", NUMBERS)
-@pytest.mark.parametrize(("name", "mistake"), [(name, f) for name, fs in MISTAKES.items() for f in fs])
-def test_a_mistake_is_caught(name: str, mistake: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+  ("module", "name", "mistake", "device", "M"), MISTAKES, ids=[mistake.__name__ for _, _, mistake, _, _ in MISTAKES]
+)
+def test_a_mistake_is_caught(
+  module: Any, name: str, mistake: Any, device: str, M: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
   cache = filled(kind, drawn())
   compiled.cache_clear()
-  monkeypatch.setattr(head_view, name, mistake)
-  with pytest.raises(AssertionError, match="worst at"):
-    check_attend(cache, kind, dtypes.float32, 1)
+  monkeypatch.setattr(module, name, mistake)
+  with on("sm_80"), pytest.raises(AssertionError, match="worst at"):
+    check_attend(cache, kind, dtypes.float32 if device == "CPU" else dtypes.half, M, device)
   compiled.cache_clear()
 
 

@@ -66,6 +66,13 @@ def bits_of(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> l
   return [upper_half(x) if to == dtypes.bfloat16 else x.bitcast(dtypes.uint) for x in found]
 
 
+def number_at(word: UOp, shift: int, stored: FourBits) -> UOp:
+  """`number_of` the bits of a word from `shift` on, in float32."""
+  if stored == INT4:
+    return ((word << 28 - shift).bitcast(dtypes.int) >> 28).cast(dtypes.float)
+  return _number_at(word, shift, stored)
+
+
 def _number_at(word: UOp, shift: int, stored: FourBits) -> UOp:
   """`number_of` the bits of a word from `shift` on, in float32, in few instructions; of int4 times 2**28.
 

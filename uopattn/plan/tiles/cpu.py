@@ -79,9 +79,9 @@ def decode(problem: Problem, target: Target) -> Iterator[Decode]:
   # If tiles overlap, each value is tested for being new, which takes a fifth longer in 16 bits.
   block_n = next((n for n in fitting if N % n == 0), fitting[0])
   unroll_n = 6 if lanes == 16 and unroll_m > 1 else 4  # with 32 registers of 8 lanes, clang spills at 6
-  unroll_d = 4
-  if four and unroll_m > 2 and target.vector.registers < 32:
-    unroll_n = unroll_d = 2
+  unroll_d = max(4, 8 // unroll_m)  # two units that take four cycles are busy with eight accumulators
+  if four and target.vector.registers < 32:
+    unroll_n, unroll_d = 2, 2 if unroll_m > 2 else unroll_d
   tiles = Decode(block_m, min(N, block_n), unroll_m, unroll_n, unroll_d, lanes)
   if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
     tiles = Decode(1, min(N, 16), 1, 4, 4, lanes)
