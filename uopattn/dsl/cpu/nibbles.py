@@ -1,7 +1,8 @@
 """Elements of 4 bits on a CPU: a vector of words has as many elements in each of eight places.
 
 So that no element moves from lane to lane, lanes are words, and a row of elements is eight planes, one for each place
-of a word. The group's scale is that of a lane: it is applied once to a sum over the planes (Q K^T), or to a weight (P V).
+of a word. The group's scale is that of a lane: it is applied once to a sum over the planes (Q K^T), or to a weight
+(P V).
 """
 
 from dataclasses import dataclass
