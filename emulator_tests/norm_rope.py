@@ -2,18 +2,22 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import four_bits
 import numpy as np
 from helpers import placed
 from test_kv_quantized import ROUND
 from test_ragged_cache import machine, normal
 from tinygrad import GlobalCounters, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import round_up
 
 from uopattn import KVCache, RingCache, append_paged
 from uopattn.api.cache_memory import CacheMemory
+from uopattn.dsl.rules.four_bits import GROUP
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.kernels.append import MAX_STORED
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array, round_to_bfloat16
@@ -90,6 +94,11 @@ class Case:
   size: float = 1.0
   seed: int = 0
 
+  def in_groups(self) -> "Case":
+    """The case with head sizes that the memory can have."""
+    in_4_bits = isinstance(self.dtype, FourBits)
+    return replace(self, D=tuple(round_up(d, GROUP) for d in self.D)) if in_4_bits else self
+
   @property
   def starts(self) -> list[int]:
     first = N - self.M if self.memory != "ring" else 20
@@ -141,7 +150,8 @@ class Subject:
       RingCache, sink_tokens=SINK_TOKENS, M_max=max(1, case.M)
     )  # fmt: skip
     length = N if case.memory == "cache" else WINDOW
-    self.held = make(B, HKV, length, *case.D, dtype=case.dtype, device=self.device)
+    dtype = case.dtype.name if isinstance(case.dtype, FourBits) else case.dtype
+    self.held = make(B, HKV, length, *case.D, dtype=dtype, device=self.device)
 
   def append(self) -> Tensor | None:
     start = self.case.place(self.device)
@@ -182,7 +192,8 @@ class Subject:
     k, v = numpy(self.k), numpy(self.v).astype(np.float64)
     new = changed(k, self.positions[:, None], rule[0], self.weights[1], *rule[1:]), (v, np.zeros_like(v))
     for (exact, bound), (x, scales) in zip(new, self.memory(), strict=True):
-      got, factors = numpy(x).astype(np.float64), None if scales is None else numpy(scales)
+      got = x.numpy() if isinstance(case.dtype, FourBits) else numpy(x).astype(np.float64)
+      factors = None if scales is None else numpy(scales)
       for b, i in np.ndindex(B, case.M):
         if (at := self.row(b, int(self.positions[b, i]))) is None or i >= (case.counts or (case.M,) * B)[b]:
           continue
@@ -194,7 +205,10 @@ class Subject:
         elif case.dtype in dtypes.fp8s:
           largest = MAX_STORED[case.dtype]
           e = np.clip(e, -largest, largest)
-        check_rounded(got[at], e / scale, d / scale, case.dtype)
+        if isinstance(case.dtype, FourBits):
+          four_bits.check_rounded(got[at], e / scale, d / scale, case.dtype)
+        else:
+          check_rounded(got[at], e / scale, d / scale, case.dtype)
         got[at] = 0
       assert not got.any(), "another row was written"
       assert factors is None or not factors.any()
