@@ -16,7 +16,7 @@ from tinygrad.helpers import round_up
 
 from uopattn import KVCache, RingCache, append_paged
 from uopattn.api.cache_memory import CacheMemory
-from uopattn.dsl.rules.four_bits import GROUP
+from uopattn.dsl.rules.four_bits import GROUP, columns_in
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.kernels.append import MAX_STORED
 from uopattn.proof.gate import numpy
@@ -97,7 +97,7 @@ class Case:
   def in_groups(self) -> "Case":
     """The case with head sizes that the memory can have."""
     in_4_bits = isinstance(self.dtype, FourBits)
-    return replace(self, D=tuple(round_up(d, GROUP) for d in self.D)) if in_4_bits else self
+    return replace(self, D=(round_up(self.D[0], GROUP), round_up(self.D[1], GROUP))) if in_4_bits else self
 
   @property
   def starts(self) -> list[int]:
@@ -143,7 +143,10 @@ class Subject:
     if case.memory == "pages":
       ids = np.random.default_rng(case.seed).permutation(B * ENTRIES + 1)[: B * ENTRIES].reshape(B, ENTRIES)
       self.ids, shape = ids, (B * ENTRIES + 1, HKV, PAGE)
-      zeros = [Tensor.zeros(*shape, d, dtype=case.dtype, device=self.device) for d in case.D]
+      in_4_bits = isinstance(case.dtype, FourBits)
+      rows = [(columns_in(d), dtypes.uint8) if in_4_bits else (d, case.dtype) for d in case.D]
+      zeros = [Tensor.zeros(*shape, d, dtype=dtype, device=self.device) for d, dtype in rows]
+      zeros += [Tensor.zeros(*shape, dtype=dtypes.float, device=self.device) for _ in range(2 * in_4_bits)]
       self.held: Any = [x.contiguous().realize() for x in zeros]
       return
     make: Any = KVCache if case.memory == "cache" else functools.partial(
@@ -159,15 +162,19 @@ class Subject:
     lengths = None if self.case.counts is None else placed(np.array(self.case.counts), dtypes.int, self.device)
     GlobalCounters.reset()
     if table is not None:
-      k_pages, v_pages = self.held
-      memory = k_pages, v_pages, table, start
-      return append_paged(self.k, self.v, *memory, lengths=lengths, q=self.q, **self.options)
+      k_pages, v_pages, *scales = self.held
+      memory, options = (k_pages, v_pages, table, start), dict(self.options)
+      if scales:
+        options |= {"k_scale": scales[0], "v_scale": scales[1], "kv_dtype": self.case.dtype.name}
+      return append_paged(self.k, self.v, *memory, lengths=lengths, q=self.q, **options)
     return self.held.append(self.k, self.v, start, q=self.q, **self.options)
 
   def memory(self) -> list[tuple[Tensor, Tensor | None]]:
     """Keys and values, each with the scales of rows."""
     x = self.held
-    return [(x.k, x.k_scale), (x.v, x.v_scale)] if isinstance(x, CacheMemory) else [(y, None) for y in x]
+    if isinstance(x, CacheMemory):
+      return [(x.k, x.k_scale), (x.v, x.v_scale)]
+    return list(zip(x[:2], x[2:] or (None, None), strict=True))
 
   def row(self, b: int, p: int) -> tuple[Any, ...] | None:
     """Where the memory has a position; None if a later one has its row."""

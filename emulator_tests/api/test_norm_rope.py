@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 
 from uopattn import KVCache
 from uopattn.dsl.rules.norm_rope import NormRope, Row
-from uopattn.dsl.rules.quantized import INT4, NVFP4, QUANTIZED_DTYPES, FourBits
+from uopattn.dsl.rules.quantized import INT4, NVFP4, QUANTIZED_DTYPES
 from uopattn.plan.norm_rope import NormRopeSpec
 from uopattn.proof.gate import numpy
 
@@ -44,10 +44,12 @@ def test_of_a_cache(arch: str, form: str, dtype: DType) -> None:
 # Where a row goes is nothing to its rotation, so that few forms are enough.
 @pytest.mark.each("arch", "memory", "form", evenly=True)
 @pytest.mark.parametrize("form", ["halves", "of a part", "norms alone"])
-@pytest.mark.parametrize(("memory", "dtype"), [("ring", dtypes.float16), ("pages", dtypes.fp8e4m3)], ids=str)
+@pytest.mark.parametrize(
+  ("memory", "dtype"), [("ring", dtypes.float16), ("pages", dtypes.fp8e4m3), ("pages", INT4), ("ring", NVFP4)], ids=str
+)
 @pytest.mark.parametrize("arch", ["CPU", "sm_80"])
 def test_of_rings_and_pages(arch: str, memory: str, form: str, dtype: DType) -> None:
-  check_case(Case(memory, dtype, **FORMS[form]), arch)
+  check_case(Case(memory, dtype, **FORMS[form]).in_groups(), arch)
 
 
 @pytest.mark.parametrize("counts", [(1, 0), (0, 2)], ids=str)
@@ -87,7 +89,6 @@ def test_more_rows_than_a_work_item_has() -> None:
 @drawn(1, 3)
 def test_drawn(case: Case) -> None:
   of = case.dtype if case.dtype in DTYPES else dtypes.bfloat16
-  case = replace(case, memory="cache") if isinstance(case.dtype, FourBits) and case.memory == "pages" else case
   check_case(replace(case, of=of, R=min(case.R, case.D[0] // 2)).in_groups())
 
 

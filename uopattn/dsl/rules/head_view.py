@@ -110,7 +110,7 @@ class Scales(NamedTuple):
   """Scales of quantized keys and values.
 
   Attributes:
-    keys, values: (B, key heads, N) float32, one scale per key and per value.
+    keys, values: (B, key heads, N) float32, one scale per key and per value; of pages (pages, key heads, page size).
     operand: the type to which elements are widened; see `uopattn.dsl.rules.quantized`.
     unit: the ratio of a stored element to its widened value.
     stored: the type of the elements.
@@ -161,8 +161,8 @@ class HeadView:
     return cls(x, size, length, lambda row: (head * rows + row) * size, to, None, strides, head)
 
   def of_four(self, four: FourBits) -> "HeadView":
-    """The view of rows of bytes as one of elements of 4 bits."""
-    return replace(self, size=elements_in(self.size), four=four)
+    """The view of rows of bytes, which begin at multiples of 4, as one of elements of 4 bits."""
+    return replace(self, size=elements_in(self.size), unit=None, four=four)
 
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
@@ -203,16 +203,17 @@ class HeadView:
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
     if self.four is not None and self.to is not None:
-      (found,) = self.four_bits(self.start(row), d, 1, inside)
+      (found,) = self.four_bits((self.start if inside is None else self.gated_start)(row), d, 1, inside)
       return found.bitcast(self.to)
     found = self.place(row, d, inside).load()
     return widened(found, self.x.dtype, self.to) if self.to is not None and self.widens else found
 
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
+    start = (self.start if inside is None else self.gated_start)(row)
     if self.four is not None:
-      return self._word(self.start(row), d // PER_WORD, inside)
-    place = (self.start if inside is None else self.gated_start)(row) + d
+      return self._word(start, d // PER_WORD, inside)
+    place = start + d
     memory = as_type(self.x, self.bits) if self.widens else self.x.base
     return memory[place if inside is None else place.valid(inside)]
 
