@@ -93,8 +93,9 @@ def append_paged(
       are stored. Views are read in place. M may be 0.
     v: (B, Hkv, M, Dv), in k's dtype.
     k_pages: (P, Hkv, page_size, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. A realized Tensor, or a strided
-      view of one: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed. In 4 bits rows are of uint8,
-      as `KVCache` stores them.
+      view of one: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed. In 4 bits k, v,
+      k_scale and v_scale of `KVCache(P, Hkv, page_size, Dk, Dv, dtype="int4")` are such memory: rows of uint8, D / 2
+      bytes of elements, and D / 16 of scales, padded to a multiple of 4.
     v_pages: (P, Hkv, page_size, Dv), in k_pages' dtype.
     page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. Entries of
       pages that get no key may hold anything.
@@ -125,6 +126,16 @@ def append_paged(
     >>> append_paged(k, -k, k_pages, v_pages, table, start)
     >>> k_pages.flatten(1).tolist()  # the first sequence crosses from page 2 to page 0
     [[2.0, 0.0], [3.0, 4.0], [0.0, 1.0]]
+
+    In 4 bits, where the memory of a cache is that of the pages:
+
+    >>> from uopattn import KVCache, attention_paged
+    >>> pool = KVCache(3, 1, 2, 16, dtype="int4")  # pages, Hkv, page_size, D
+    >>> pages, scales = (pool.k, pool.v), {"k_scale": pool.k_scale, "v_scale": pool.v_scale, "kv_dtype": "int4"}
+    >>> append_paged(k.expand(2, 1, 2, 16), -k.expand(2, 1, 2, 16), *pages, table, start, **scales)
+    >>> out = attention_paged(Tensor.zeros(2, 1, 1, 16), *pages, table, start + 2, **scales)
+    >>> [round(x, 2) for x in out[:, 0, 0, 0].tolist()]  # the means of 0, -1 and -2, and of -3 and -4
+    [-1.0, -3.5]
   """
   four = format_of(kv_dtype, check_tensor("k_pages", k_pages))
   k, v, table, start, lengths = _placed(k, v, k_pages, v_pages, page_table, start, lengths, four)
@@ -203,7 +214,7 @@ def _placed(
       _check_dtype(name, x, DTYPES if name == "k_pages" else (k_pages.dtype,))
   rounded = four is not None or k_pages.dtype in DTYPES_8
   k, v = (placed(x, k_pages.device, dtypes.default_float if rounded else k_pages.dtype) for x in (k, v))
-  _check_dtype("k", k, (*(() if four else (k_pages.dtype,)), *(DTYPES_16_32 if rounded else ())))
+  _check_dtype("k", k, (*((k_pages.dtype,) if four is None else ()), *(DTYPES_16_32 if rounded else ())))
   _check_dtype("v", v, (k.dtype,))
   page_table, start, lengths = placed((page_table, start, lengths), k_pages.device)
   others = {"k": k, "v": v, "v_pages": v_pages, "start": start, "lengths": lengths}
