@@ -135,9 +135,10 @@ def attend_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, arguments: Argumen
   """
   P, table = sizes(k_pages)[0], cast(Tensor, arguments.page_table)
   if P == 0:  # a page that no id names stands in for the memory that a kernel needs
-    scales = arguments.scales or ()
-    k_pages, v_pages, *scales = (x.pad(((0, 1), *(None for _ in x.shape[1:]))) for x in (k_pages, v_pages, *scales))
-    arguments = replace(arguments, scales=tuple(scales) or None)
+    k_pages, v_pages = (x.pad(((0, 1), None, None, None)) for x in (k_pages, v_pages))
+    if arguments.scales is not None:
+      keys, values = (x.pad(((0, 1), None, None)) for x in arguments.scales)
+      arguments = replace(arguments, scales=(keys, values))
     table, P = table.full_like(1), 1
   return attend(q, k_pages, v_pages, replace(arguments, page_table=table_of_ints(table, P)), backend)
 
