@@ -48,6 +48,8 @@ class Case:
       for j in range(used[b]):
         self.table[b, j] = order.pop()
         is_key[self.table[b, j], :, : min(page_size, n - j * page_size)] = True
+    if len(lengths) > 1 and min(lengths[0], lengths[-1]) >= page_size:
+      self.table[-1, 0] = self.table[0, 0]  # shared
     self.q = placed(rng.standard_normal((len(lengths), Hq, M, Dk), np.float32), q_dtype, device)
     self.given: dict[str, Any] = {}
     self.numbers: list[Any] = []
