@@ -274,13 +274,13 @@ def test_no_pages() -> None:
 scale_of = HeadRules._scale
 
 
-def of_the_next_key(self: HeadRules, scales: UOp, key: UOp, masked: bool) -> UOp:
+def of_the_next_key(self: HeadRules, scales: Any, key: UOp, masked: bool) -> UOp:
   return scale_of(self, scales, (key - 1).maximum(0), masked)
 
 
-def as_if_contiguous(self: HeadRules, scales: UOp, key: UOp, masked: bool) -> UOp:
+def as_if_contiguous(self: HeadRules, scales: Any, key: UOp, masked: bool) -> UOp:
   assert self.rules.scales is not None
-  return scales.reshape(-1)[key].load() * self.rules.scales.unit
+  return self.rules.scales.keys.reshape(-1)[key].load() * self.rules.scales.unit
 
 
 @pytest.mark.parametrize("mistake", [of_the_next_key, as_if_contiguous])

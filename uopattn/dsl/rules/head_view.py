@@ -133,7 +133,7 @@ class HeadView:
     length: number of rows. No row from there on is read.
     start: maps a row to the flat index of its first element in the buffer.
     to: the type to which elements of fewer bits are widened, see `uopattn.dsl.rules.quantized`; None leaves them.
-    unit: a number of elements that divides the start of every row; None is the size of a row.
+    unit: a number of elements, of bytes for 4 bits, that divides the start of every row; None is the size of a row.
     strides: where the rows of all heads lie; None where that is not regular.
     head: the head, numbered through all batch elements.
     in_pages: whether `start` reads a page table in memory.
@@ -162,7 +162,7 @@ class HeadView:
 
   def of_four(self, four: FourBits) -> "HeadView":
     """The view of rows of bytes, which begin at multiples of 4, as one of elements of 4 bits."""
-    return replace(self, size=elements_in(self.size), unit=None, four=four)
+    return replace(self, size=elements_in(self.size), four=four)
 
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
