@@ -2,18 +2,22 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import four_bits
 import numpy as np
 from helpers import placed
 from test_kv_quantized import ROUND
 from test_ragged_cache import machine, normal
 from tinygrad import GlobalCounters, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import round_up
 
 from uopattn import KVCache, RingCache, append_paged
 from uopattn.api.cache_memory import CacheMemory
+from uopattn.dsl.rules.four_bits import GROUP, columns_in
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.kernels.append import MAX_STORED
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array, round_to_bfloat16
@@ -90,6 +94,11 @@ class Case:
   size: float = 1.0
   seed: int = 0
 
+  def in_groups(self) -> "Case":
+    """The case with head sizes that the memory can have."""
+    in_4_bits = isinstance(self.dtype, FourBits)
+    return replace(self, D=(round_up(self.D[0], GROUP), round_up(self.D[1], GROUP))) if in_4_bits else self
+
   @property
   def starts(self) -> list[int]:
     first = N - self.M if self.memory != "ring" else 20
@@ -134,14 +143,18 @@ class Subject:
     if case.memory == "pages":
       ids = np.random.default_rng(case.seed).permutation(B * ENTRIES + 1)[: B * ENTRIES].reshape(B, ENTRIES)
       self.ids, shape = ids, (B * ENTRIES + 1, HKV, PAGE)
-      zeros = [Tensor.zeros(*shape, d, dtype=case.dtype, device=self.device) for d in case.D]
+      in_4_bits = isinstance(case.dtype, FourBits)
+      rows = [(columns_in(d), dtypes.uint8) if in_4_bits else (d, case.dtype) for d in case.D]
+      zeros = [Tensor.zeros(*shape, d, dtype=dtype, device=self.device) for d, dtype in rows]
+      zeros += [Tensor.zeros(*shape, dtype=dtypes.float, device=self.device) for _ in range(2 * in_4_bits)]
       self.held: Any = [x.contiguous().realize() for x in zeros]
       return
     make: Any = KVCache if case.memory == "cache" else functools.partial(
       RingCache, sink_tokens=SINK_TOKENS, M_max=max(1, case.M)
     )  # fmt: skip
     length = N if case.memory == "cache" else WINDOW
-    self.held = make(B, HKV, length, *case.D, dtype=case.dtype, device=self.device)
+    dtype = case.dtype.name if isinstance(case.dtype, FourBits) else case.dtype
+    self.held = make(B, HKV, length, *case.D, dtype=dtype, device=self.device)
 
   def append(self) -> Tensor | None:
     start = self.case.place(self.device)
@@ -149,15 +162,19 @@ class Subject:
     lengths = None if self.case.counts is None else placed(np.array(self.case.counts), dtypes.int, self.device)
     GlobalCounters.reset()
     if table is not None:
-      k_pages, v_pages = self.held
-      memory = k_pages, v_pages, table, start
-      return append_paged(self.k, self.v, *memory, lengths=lengths, q=self.q, **self.options)
+      k_pages, v_pages, *scales = self.held
+      memory, options = (k_pages, v_pages, table, start), dict(self.options)
+      if scales:
+        options |= {"k_scale": scales[0], "v_scale": scales[1], "kv_dtype": self.case.dtype.name}
+      return append_paged(self.k, self.v, *memory, lengths=lengths, q=self.q, **options)
     return self.held.append(self.k, self.v, start, q=self.q, **self.options)
 
   def memory(self) -> list[tuple[Tensor, Tensor | None]]:
     """Keys and values, each with the scales of rows."""
     x = self.held
-    return [(x.k, x.k_scale), (x.v, x.v_scale)] if isinstance(x, CacheMemory) else [(y, None) for y in x]
+    if isinstance(x, CacheMemory):
+      return [(x.k, x.k_scale), (x.v, x.v_scale)]
+    return list(zip(x[:2], x[2:] or (None, None), strict=True))
 
   def row(self, b: int, p: int) -> tuple[Any, ...] | None:
     """Where the memory has a position; None if a later one has its row."""
@@ -182,7 +199,8 @@ class Subject:
     k, v = numpy(self.k), numpy(self.v).astype(np.float64)
     new = changed(k, self.positions[:, None], rule[0], self.weights[1], *rule[1:]), (v, np.zeros_like(v))
     for (exact, bound), (x, scales) in zip(new, self.memory(), strict=True):
-      got, factors = numpy(x).astype(np.float64), None if scales is None else numpy(scales)
+      got = x.numpy() if isinstance(case.dtype, FourBits) else numpy(x).astype(np.float64)
+      factors = None if scales is None else numpy(scales)
       for b, i in np.ndindex(B, case.M):
         if (at := self.row(b, int(self.positions[b, i]))) is None or i >= (case.counts or (case.M,) * B)[b]:
           continue
@@ -194,7 +212,10 @@ class Subject:
         elif case.dtype in dtypes.fp8s:
           largest = MAX_STORED[case.dtype]
           e = np.clip(e, -largest, largest)
-        check_rounded(got[at], e / scale, d / scale, case.dtype)
+        if isinstance(case.dtype, FourBits):
+          four_bits.check_rounded(got[at], e / scale, d / scale, case.dtype)
+        else:
+          check_rounded(got[at], e / scale, d / scale, case.dtype)
         got[at] = 0
       assert not got.any(), "another row was written"
       assert factors is None or not factors.any()

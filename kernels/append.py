@@ -256,7 +256,7 @@ class _Row:
     if x.change is None:
       return [Part.of(columns, element)]
     row = norm_rope.Row(self.s, self.axes, self.lane is None, self.exists, self.position, columns, element)
-    return x.change.parts(row)
+    return x.change.parts(row) if x.four is None else [Part.of(columns, x.change.element(row))]
 
   def _copied(self, x: Operand) -> UOp:
     word = WORDS[x.unit * x.source.dtype.itemsize]

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import four_bits
 import numpy as np
 import pytest
 from helpers import on, placed
@@ -15,7 +16,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.cpu import nibbles
 from uopattn.dsl.nvidia import narrow
 from uopattn.dsl.rules import head_view
-from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits
+from uopattn.dsl.rules.quantized import FORMATS, INT4, NVFP4, FourBits
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.plan.dispatch import dispatch
 from uopattn.proof.gate import Gate, numpy
@@ -23,7 +24,6 @@ from uopattn.proof.oracle import Array
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.spec import AttentionSpec
 
-NUMBERS = {"int4": np.arange(-7, 8), "nvfp4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])}
 B, HQ, HKV, N, DK, DV, LENGTH = 2, 4, 2, 90, 32, 48, 77
 
 
@@ -49,19 +49,10 @@ def drawn(seed: int = 0) -> tuple[Array, Array]:
 
 
 def stood_for(packed: Tensor, row_scale: Tensor | None, kind: str, D: int) -> Array:
-  """What rows stand for, in float64, decoded independently of the kernels' code."""
+  """What rows stand for, in float64."""
   assert row_scale is not None
-  data = packed.numpy()[:, :, :LENGTH]
-  elements, codes = data[..., : D // 2].reshape(*data.shape[:-1], D // 8, 4), data[..., D // 2 : D // 2 + D // 16]
-  out = np.zeros((*data.shape[:-1], D // 8, 8))
-  for e in range(8):
-    nibble = (elements[..., e // 4 + 2 * (e % 2)] >> (4 * (e // 2 % 2))) & 15
-    signed = np.where(nibble > 7, nibble.astype(int) - 16, nibble)
-    magnitude = np.where(nibble & 8, -1, 1) * NUMBERS["nvfp4"][nibble & 7]
-    out[..., e] = signed if kind == "int4" else magnitude
-  scales = (1 + codes % 8 / 8) * np.exp2((codes >> 3) - 7.0)
-  numbers = out.reshape(*data.shape[:-1], D // 16, 16) * scales[..., None]
-  return numbers.reshape(*data.shape[:-1], D) * row_scale.numpy()[:, :, :LENGTH, None]
+  rows, scales = (x.numpy()[:, :, :LENGTH] for x in (packed, row_scale))
+  return four_bits.stood_for(rows, scales, FORMATS[kind], D)
 
 
 def check_attend(
@@ -81,7 +72,7 @@ def check_attend(
     assert report.correct, f"worst at {report.worst}: {report}"
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_elements_are_rounded_to_nearest(kind: str) -> None:
   """Each is within half a step, of numbers between which it lies, or clipped by at most the rounding of the scale."""
   rows = drawn()
@@ -95,13 +86,13 @@ def test_elements_are_rounded_to_nearest(kind: str) -> None:
     assert 0.07 < error < 0.11
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("M", "q_dtype"), [(1, dtypes.float32), (3, dtypes.half), (40, dtypes.bfloat16)], ids=str)
 def test_on_the_cpu(kind: str, M: int, q_dtype: DType) -> None:
   check_attend(filled(kind, drawn()), kind, q_dtype, M)
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_the_reference_agrees(kind: str) -> None:
   check_attend(filled(kind, drawn()), kind, dtypes.float32, 3, backend="reference")
 
@@ -133,7 +124,7 @@ def test_on_gpus(arch: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2.0**-6, 2.0**9])
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_small_and_large_values_in_float16(kind: str, size: float) -> None:
   """Where scales and weights, multiplied in float16, could leave its range though the values do not."""
   k, v = drawn()
@@ -195,7 +186,7 @@ MISTAKES = (  # where, what stands there, and on which device, for how many quer
 
 
 @pytest.mark.kinds(kind=("int4",))
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
   ("module", "name", "mistake", "device", "M"), MISTAKES, ids=[mistake.__name__ for _, _, mistake, _, _ in MISTAKES]
 )
@@ -212,7 +203,7 @@ def test_a_mistake_is_caught(
 
 @pytest.mark.kinds(kind=("int4",))
 @pytest.mark.parametrize("M_max", [1, 2])
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_ring(kind: str, M_max: int) -> None:
   """As a `KVCache` that holds the whole text."""
   (k, v), first = drawn(), UOp.variable("start", 0, LENGTH - 2)
@@ -267,8 +258,6 @@ def test_what_a_cache_does_not_take() -> None:
   q, k, v = (Tensor.zeros(B, *x) for x in ((HQ, 3, DK), (HKV, 3, DK), (HKV, 3, DV)))
   with pytest.raises(TypeError, match="k has dtype uchar, the cache has int4; accepted are float, half, bfloat16"):
     cache.append(k.cast(dtypes.uchar), v, 0)
-  with pytest.raises(ValueError, match="rotary positions or norms are given for a cache in int4"):
-    cache.append(k, v, 0, k_norm_weight=Tensor.ones(DK))
   with pytest.raises(ValueError, match=r"k has shape \(2, 2, 90, 32\), q has \(2, 4, 3, 48\)"):
     cache.attend(Tensor.zeros(B, HQ, 3, 48), 0)
   with pytest.raises(TypeError, match="k has dtype uchar"):
@@ -276,12 +265,12 @@ def test_what_a_cache_does_not_take() -> None:
   table = Tensor.zeros(B, 1, dtype=dtypes.int)
   with pytest.raises(TypeError, match="k_pages has dtype uchar"):
     attention_paged(q, cache.k, cache.v, table, table[:, 0], enable_gqa=True)
-  with pytest.raises(ValueError, match=r"k_pages has shape \(2, 2, 90, 20\); for k .* it must be"):
+  with pytest.raises(TypeError, match="k_pages has dtype uchar, which kv_dtype must name the format of"):
     append_paged(k, v, cache.k, cache.v, table, table[:, 0])
 
 
 @pytest.mark.kinds(kind=("int4",))
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_gradients_are_of_q_alone(kind: str) -> None:
   """Those of plain ops; rows are rounded, so that k and v have gradients of 0."""
   found = []

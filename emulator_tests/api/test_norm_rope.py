@@ -1,5 +1,6 @@
 """Queries and keys that are normalized and rotated while keys are appended: rounded once, all else unwritten."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,12 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from uopattn import KVCache
-from uopattn.dsl.rules.norm_rope import NormRope, Part, Row
-from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.rules.norm_rope import NormRope, Row
+from uopattn.dsl.rules.quantized import INT4, NVFP4, QUANTIZED_DTYPES
 from uopattn.plan.norm_rope import NormRopeSpec
 from uopattn.proof.gate import numpy
 
+ROUNDED = dict(zip([*QUANTIZED_DTYPES, INT4, NVFP4], itertools.cycle(DTYPES)))  # and what is rounded to them
 FORMS: dict[str, dict[str, Any]] = {
   "halves": {},
   "neighbours": {"interleaved": True, "norms": (False, False), "table": dtypes.bfloat16},
@@ -32,21 +34,22 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.kinds(arch=TARGETS)
 @pytest.mark.each("arch", "form", "dtype", evenly=True)
-@pytest.mark.parametrize("dtype", [*DTYPES, *QUANTIZED_DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, *ROUNDED], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_of_a_cache(arch: str, form: str, dtype: DType) -> None:
-  of = dtype if dtype in DTYPES else DTYPES[QUANTIZED_DTYPES.index(dtype)]
-  check_case(Case(dtype=dtype, of=of, **FORMS[form]), arch)
+  check_case(Case(dtype=dtype, of=ROUNDED.get(dtype, dtype), **FORMS[form]).in_groups(), arch)
 
 
 # Where a row goes is nothing to its rotation, so that few forms are enough.
 @pytest.mark.each("arch", "memory", "form", evenly=True)
 @pytest.mark.parametrize("form", ["halves", "of a part", "norms alone"])
-@pytest.mark.parametrize(("memory", "dtype"), [("ring", dtypes.float16), ("pages", dtypes.fp8e4m3)], ids=str)
+@pytest.mark.parametrize(
+  ("memory", "dtype"), [("ring", dtypes.float16), ("pages", dtypes.fp8e4m3), ("pages", INT4), ("ring", NVFP4)], ids=str
+)
 @pytest.mark.parametrize("arch", ["CPU", "sm_80"])
 def test_of_rings_and_pages(arch: str, memory: str, form: str, dtype: DType) -> None:
-  check_case(Case(memory, dtype, **FORMS[form]), arch)
+  check_case(Case(memory, dtype, **FORMS[form]).in_groups(), arch)
 
 
 @pytest.mark.parametrize("counts", [(1, 0), (0, 2)], ids=str)
@@ -70,7 +73,7 @@ def test_more_rows_than_a_work_item_has() -> None:
   case=st.builds(
     Case,
     memory=st.sampled_from(["cache", "ring", "pages"]),
-    dtype=st.sampled_from([*DTYPES, dtypes.fp8e4m3, dtypes.fp8e5m2]),
+    dtype=st.sampled_from([*DTYPES, dtypes.fp8e4m3, dtypes.fp8e5m2, INT4, NVFP4]),
     table=st.sampled_from(DTYPES),
     M=st.integers(1, 7),
     D=st.tuples(st.integers(2, 40), st.integers(1, 40)),
@@ -86,7 +89,7 @@ def test_more_rows_than_a_work_item_has() -> None:
 @drawn(1, 3)
 def test_drawn(case: Case) -> None:
   of = case.dtype if case.dtype in DTYPES else dtypes.bfloat16
-  check_case(replace(case, of=of, R=min(case.R, case.D[0] // 2)))
+  check_case(replace(case, of=of, R=min(case.R, case.D[0] // 2)).in_groups())
 
 
 @pytest.mark.parametrize("arch", ["CPU", "gfx942"])
@@ -125,8 +128,10 @@ MISTAKES: dict[str, Callable[[NormRope], NormRope]] = {
 }
 
 
+@pytest.mark.each("mistake", "dtype", evenly=True)
+@pytest.mark.parametrize("dtype", [dtypes.float16, INT4], ids=str)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_noticed(mistake: str, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
   changes = NormRopeSpec.changes
 
   def wrong(spec: NormRopeSpec, buffer: Any) -> Any:
@@ -134,15 +139,16 @@ def test_mistakes_are_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
 
   monkeypatch.setattr(NormRopeSpec, "changes", wrong)
   with pytest.raises(AssertionError):
-    check_case(Case(), "gfx942")
+    check_case(Case(dtype=dtype).in_groups(), "gfx942")
 
 
-def test_the_next_position_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-  parts = NormRope.parts
+@pytest.mark.parametrize(("reads", "dtype"), [("parts", dtypes.float16), ("element", INT4)], ids=str)
+def test_the_next_position_is_noticed(reads: str, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+  right = getattr(NormRope, reads)
 
-  def wrong(change: NormRope, row: Row) -> list[Part]:
-    return parts(change, replace(row, position=row.position - 1))
+  def wrong(change: NormRope, row: Row) -> Any:
+    return right(change, replace(row, position=row.position - 1))
 
-  monkeypatch.setattr(NormRope, "parts", wrong)
+  monkeypatch.setattr(NormRope, reads, wrong)
   with pytest.raises(AssertionError):
-    check_case(Case(), "gfx942")
+    check_case(Case(dtype=dtype).in_groups(), "gfx942")

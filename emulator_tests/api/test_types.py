@@ -35,7 +35,7 @@ def test_overloads_are_those_of_the_function(function: Callable[..., Any]) -> No
   """They differ in the result alone; the options are arguments that there are, and are documented."""
   hints, parameters = get_type_hints(function), inspect.signature(function).parameters
   accepted = hints["options"].__args__[0]
-  assert set(accepted.__annotations__) <= {*ARGUMENTS, "backend"}
+  assert set(accepted.__annotations__) <= {*ARGUMENTS, "backend", "kv_dtype"}
   documented = f"options self {function.__doc__}"
   assert [name for name in (*accepted.__annotations__, *parameters) if name not in documented] == []
   for overload in get_overloads(function):

@@ -143,6 +143,13 @@ def test_probes_of_right_kernels_are_right(features: tuple[str, ...], backward: 
   assert (found.verdict, found.reason) == (RIGHT, "")
 
 
+@pytest.mark.parametrize("stored", [pytest.param("int4", marks=pytest.mark.slow), "nvfp4"])
+def test_probes_of_4_bits_in_pages_are_right(stored: str) -> None:
+  features = "kv_lengths Tensor", "page_table 16", "scales"
+  found = outcome.outcome(Probe("cpu_decode", False, (2, 4, 2, 1, 64, 32, 16), "half", stored, features), CPU)
+  assert (found.verdict, found.reason) == (RIGHT, "")
+
+
 # Of each kind, and of some of the queries, by which a mask and what a score_mod reads may go.
 BIASES = [
   (Bias(False, True, Places.PAIRS), ("attn_mask float -hmn", "is_causal")),

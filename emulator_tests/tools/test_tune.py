@@ -19,7 +19,7 @@ from tinygrad import Context, Tensor, TinyJit, UOp, dtypes, helpers
 import uopattn
 from uopattn import KVCache, attention
 from uopattn.api.attention import Call
-from uopattn.dsl.rules.quantized import NVFP4
+from uopattn.dsl.rules.quantized import INT4, NVFP4
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_backward, cpu_forward
@@ -550,8 +550,24 @@ def pages() -> AttentionSpec:
   return make_spec(q, k, v, Arguments(enable_gqa=True, **options))
 
 
+def pages_of_4_bits() -> AttentionSpec:
+  """Those of one layer of a pool of two, heads after keys."""
+  table, lengths, scales = (
+    Tensor.empty(2, 3, dtype=dtypes.int),
+    Tensor.empty(2, dtype=dtypes.int),
+    Tensor.empty(5, 2, 8),
+  )
+  options: dict[str, Any] = {"page_table": table, "kv_lengths": lengths, "scales": (scales, scales), "four": INT4}
+  pool = Tensor.empty(2, 2, 5, 8, 2, 20, dtype=dtypes.uint8)
+  k, v = (pool[1, i].transpose(1, 2) for i in range(2))
+  return make_spec(Tensor.empty(2, 4, 3, 32), k, v, Arguments(enable_gqa=True, **options))
+
+
+CASES = views, step_of_a_cache, with_tensors, cache_of_8_bits, cache_of_4_bits, pages, pages_of_4_bits
+
+
 @pytest.mark.each("case", "scores")
-@pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors, cache_of_8_bits, cache_of_4_bits, pages])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("scores", [1 << 23, 500])
 def test_inputs_are_made_for_a_spec(
   case: Callable[[], AttentionSpec], scores: int, monkeypatch: pytest.MonkeyPatch

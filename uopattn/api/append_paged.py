@@ -6,10 +6,12 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import capturing
 
+from uopattn.api.four_bit_pages import bytes_of, check_rows, format_of, row_scales
 from uopattn.api.norm_rope import NewQueries, NormRopeOptions
 from uopattn.api.paged import at_hand, check_table, numbers_at_hand, table_of_ints
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
+from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
 from uopattn.kernels.append import PagedRows
 from uopattn.plan.append import append_call, is_memory
@@ -31,6 +33,7 @@ def append_paged(
   lengths: Tensor | None = None,
   k_scale: float | Tensor | None = None,
   v_scale: float | Tensor | None = None,
+  kv_dtype: str | None = None,
   q: None = None,
   **options: Unpack[NormRopeOptions],
 ) -> None: ...
@@ -48,6 +51,7 @@ def append_paged(
   lengths: Tensor | None = None,
   k_scale: float | Tensor | None = None,
   v_scale: float | Tensor | None = None,
+  kv_dtype: str | None = None,
   q: Tensor,
   **options: Unpack[NormRopeOptions],
 ) -> Tensor: ...
@@ -64,6 +68,7 @@ def append_paged(
   lengths: Tensor | None = None,
   k_scale: float | Tensor | None = None,
   v_scale: float | Tensor | None = None,
+  kv_dtype: str | None = None,
   q: Tensor | None = None,
   **options: Unpack[NormRopeOptions],
 ) -> Tensor | None:
@@ -84,11 +89,13 @@ def append_paged(
   those of an invalid page, are then not written.
 
   Args:
-    k: (B, Hkv, M, Dk), in k_pages' dtype; for pages of 8 bits also float32, float16 or bfloat16. Views are read in
-      place. M may be 0.
+    k: (B, Hkv, M, Dk), in k_pages' dtype; for pages of 8 or 4 bits float32, float16 or bfloat16, for 8 also as they
+      are stored. Views are read in place. M may be 0.
     v: (B, Hkv, M, Dv), in k's dtype.
     k_pages: (P, Hkv, page_size, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. A realized Tensor, or a strided
-      view of one: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
+      view of one: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed. In 4 bits k, v,
+      k_scale and v_scale of `KVCache(P, Hkv, page_size, Dk, Dv, dtype="int4")` are such memory: rows of uint8, D / 2
+      bytes of elements, and D / 16 of scales, padded to a multiple of 4.
     v_pages: (P, Hkv, page_size, Dv), in k_pages' dtype.
     page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. Entries of
       pages that get no key may hold anything.
@@ -98,7 +105,9 @@ def append_paged(
       and v are written, as for prompts of different lengths. None is M.
     k_scale, v_scale: divisors of k and v before they are rounded to 8 bits, to nearest: the k_scale and v_scale of
       `attention_paged`. Each is a number or a float Tensor that broadcasts to (B, Hkv); None is 1. Numbers out of the
-      range become the largest of the dtype.
+      range become the largest of the dtype. For pages of 4 bits both are (P, Hkv, page_size) float32 Tensors, realized
+      and no views, which receive the scales of rows, and become Tensors that depend on the write.
+    kv_dtype: "int4" or "nvfp4", the format of pages of 4 bits; Dk and Dv are multiples of 16.
     q, rotary_cos, rotary_sin, rotary_interleaved, q_norm_weight, k_norm_weight, norm_eps: as in `KVCache.append`, with
       the positions in the sequence, not in the pages.
 
@@ -117,11 +126,21 @@ def append_paged(
     >>> append_paged(k, -k, k_pages, v_pages, table, start)
     >>> k_pages.flatten(1).tolist()  # the first sequence crosses from page 2 to page 0
     [[2.0, 0.0], [3.0, 4.0], [0.0, 1.0]]
+
+    In 4 bits, where the memory of a cache is that of the pages:
+
+    >>> from uopattn import KVCache, attention_paged
+    >>> pool = KVCache(3, 1, 2, 16, dtype="int4")  # pages, Hkv, page_size, D
+    >>> pages, scales = (pool.k, pool.v), {"k_scale": pool.k_scale, "v_scale": pool.v_scale, "kv_dtype": "int4"}
+    >>> append_paged(k.expand(2, 1, 2, 16), -k.expand(2, 1, 2, 16), *pages, table, start, **scales)
+    >>> out = attention_paged(Tensor.zeros(2, 1, 1, 16), *pages, table, start + 2, **scales)
+    >>> [round(x, 2) for x in out[:, 0, 0, 0].tolist()]  # the means of 0, -1 and -2, and of -3 and -4
+    [-1.0, -3.5]
   """
-  k, v, table, start, lengths = _placed(k, v, k_pages, v_pages, page_table, start, lengths)
-  given = {"k_scale": k_scale, "v_scale": v_scale}
-  has_scales = any(x is not None for x in given.values())
-  scales = [_scale(name, x, k, k_pages) for name, x in given.items()] if has_scales else []
+  four = format_of(kv_dtype, check_tensor("k_pages", k_pages))
+  k, v, table, start, lengths = _placed(k, v, k_pages, v_pages, page_table, start, lengths, four)
+  scales, held = _head_scales(k_scale, v_scale, k, k_pages) if four is None else [], [k_pages, v_pages]
+  held += () if four is None else row_scales(four, k_pages, k_scale, v_scale)
   M, (P, _, page_size, _) = sizes(k)[2], sizes(k_pages)
   place = PagedRows(P, page_size, sizes(table)[1])
   new = NewQueries.of("append_paged", q, k, "k_pages", options)
@@ -129,27 +148,35 @@ def append_paged(
   if 0 in (*sizes(k), place.count, place.entries):
     return new.q
   axis = sharded_axis("k_pages", k_pages) if isinstance(k_pages.device, tuple) else None
-  pages, rows = ([part_of(x, axis) for x in xs] for xs in ((k_pages, v_pages), (k, v)))
-  for name, x in zip(("k_pages", "v_pages"), pages, strict=True):
-    if not is_memory(x) or axis not in (1, None):
-      accepted = "a realized Tensor or a strided view of one, on several devices whole or sharded by heads"
-      raise ValueError(f"{name} is no memory to write to; it must be {accepted}")
+  memory, rows = ([part_of(x, axis) for x in xs] for xs in (held, (k, v)))
+  _check_memory(memory, axis)
   call, q = append_call(
-    pages,
+    memory[:2],
     rows,
     _whole(near(start)),
     place,
+    row_scales=memory[2:],
     tables=[_whole(table_of_ints(table, P))],
     lengths=_whole(near(lengths)),
     head_scales=[part_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
+    four=four,
     q=None if new.q is None else part_of(new.q, axis),
     norm_rope=new.change,
   )
-  for x, part in zip((k_pages, v_pages), pages, strict=True):
+  for x, part in zip(held, memory, strict=True):
     base = base_of(part.uop)
     written = part.uop.substitute({base: base.after(call)}, walk=True)
     x.replace(Tensor(written if axis is None else written.unshard(axis)))
   return None if q is None else joined(q, axis)
+
+
+def _check_memory(parts: list[Tensor], axis: int | None) -> None:
+  """Raise ValueError unless a kernel can write to the pages, and to the scales of their rows if there are any."""
+  names, whole = ("k_pages", "v_pages", "k_scale", "v_scale"), "on several devices whole or sharded by heads"
+  for i, (name, x) in enumerate(zip(names, parts, strict=False)):
+    if not is_memory(x) or axis not in (1, None) or (i >= 2 and base_of(x.uop) is not x.uop):
+      accepted = "a realized Tensor or a strided view of one" if i < 2 else "a realized Tensor, and no view"
+      raise ValueError(f"{name} is no memory to write to; it must be {accepted}, {whole}")
 
 
 def _whole(x: Any) -> Any:
@@ -165,6 +192,7 @@ def _placed(
   page_table: Tensor,
   start: int | UOp | Tensor,
   lengths: Tensor | None,
+  four: FourBits | None,
 ) -> tuple[Tensor, Tensor, Tensor, int | UOp | Tensor, Tensor | None]:
   """Return k, v, page_table, start and lengths on the pages' device, once all shapes and dtypes are checked."""
   for name, x in (("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)):
@@ -172,16 +200,21 @@ def _placed(
       axes = "(P, Hkv, page_size, D)" if name.endswith("pages") else "(B, Hkv, M, D)"
       raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, {axes}")
   (B, Hkv, M, Dk), (P, _, page_size, _), Dv = sizes(k), sizes(k_pages), sizes(v)[3]
-  if page_size == 0 or k_pages.shape != (P, Hkv, page_size, Dk):
-    raise ValueError(f"k_pages has shape {k_pages.shape}; for k {k.shape} it must be (P, {Hkv}, page_size, {Dk})")
-  for name, x, shape in (("v", v, (B, Hkv, M, Dv)), ("v_pages", v_pages, (P, Hkv, page_size, Dv))):
+  columns = [D if four is None else bytes_of(name, D, four) for name, D in (("k", Dk), ("v", Dv))]
+  if page_size == 0 or k_pages.shape != (P, Hkv, page_size, columns[0]):
+    accepted = f"(P, {Hkv}, page_size, {columns[0]})"
+    raise ValueError(f"k_pages has shape {k_pages.shape}; for k {k.shape} it must be {accepted}")
+  for name, x, shape in (("v", v, (B, Hkv, M, Dv)), ("v_pages", v_pages, (P, Hkv, page_size, columns[1]))):
     if sizes(x) != shape:
       raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
-  _check_dtype("k_pages", k_pages, DTYPES)
-  _check_dtype("v_pages", v_pages, (k_pages.dtype,))
-  in_8_bits = k_pages.dtype in DTYPES_8
-  k, v = (placed(x, k_pages.device, dtypes.default_float if in_8_bits else k_pages.dtype) for x in (k, v))
-  _check_dtype("k", k, (k_pages.dtype, *(DTYPES_16_32 if in_8_bits else ())))
+  for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+    if four is not None:
+      check_rows(name, x, four)
+    else:
+      _check_dtype(name, x, DTYPES if name == "k_pages" else (k_pages.dtype,))
+  rounded = four is not None or k_pages.dtype in DTYPES_8
+  k, v = (placed(x, k_pages.device, dtypes.default_float if rounded else k_pages.dtype) for x in (k, v))
+  _check_dtype("k", k, (*((k_pages.dtype,) if four is None else ()), *(DTYPES_16_32 if rounded else ())))
   _check_dtype("v", v, (k.dtype,))
   page_table, start, lengths = placed((page_table, start, lengths), k_pages.device)
   others = {"k": k, "v": v, "v_pages": v_pages, "start": start, "lengths": lengths}
@@ -198,6 +231,12 @@ def _placed(
 def _check_dtype(name: str, x: Tensor, accepted: tuple[DType, ...]) -> None:
   if x.dtype not in accepted:
     raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
+
+
+def _head_scales(k_scale: Any, v_scale: Any, k: Tensor, k_pages: Tensor) -> list[Tensor]:
+  """Return the scales of heads as kernels take them; none if none is given."""
+  given = {"k_scale": k_scale, "v_scale": v_scale}
+  return [] if k_scale is v_scale is None else [_scale(name, x, k, k_pages) for name, x in given.items()]
 
 
 def _scale(name: str, scale: float | Tensor | None, k: Tensor, k_pages: Tensor) -> Tensor:

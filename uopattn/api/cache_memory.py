@@ -216,14 +216,7 @@ class CacheMemory:
 
     Args:
       lengths: (B,) int32, the number of new keys of each sequence; None is all.
-
-    Raises:
-      ValueError: queries or keys are to be rotated or normalized, which a cache of 4 bits does not do.
     """
-    if self._four is not None and new.change is not None:
-      raise ValueError(
-        f"rotary positions or norms are given for a cache in {self._four.name}; it takes keys that have them already"
-      )
     if 0 in (*sizes(k), *sizes(self.k)):
       return new.q
     axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None

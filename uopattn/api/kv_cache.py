@@ -33,9 +33,9 @@ class KVCache(CacheMemory):
   q has its usual gradient.
 
   A cache of "int4" or "nvfp4" has 4 bits per element, 16 of which share a scale of 8 bits, besides the scale of the
-  row; Dk and Dv are multiples of 16. Numbers are -7 to 7, or 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Keys are
-  rotated and normalized before `append`. This saves memory; on a CPU, decoding takes longer than with 8 bits. Errors,
-  as a share of the root mean square, at Dk = Dv = 128:
+  row; Dk and Dv are multiples of 16. Numbers are -7 to 7, or 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. This saves
+  memory; on a CPU, decoding takes longer than with 8 bits. Errors, as a share of the root mean square, at
+  Dk = Dv = 128:
 
       rows of k and v                        error of      int8   int4   nvfp4
       normal random                          rows          0.007  0.086  0.095
@@ -151,11 +151,10 @@ class KVCache(CacheMemory):
 
     Raises:
       TypeError: a dtype, or the type of `start`, is not accepted.
-      ValueError: a shape or device does not fit, keys are to be rotated or normalized for 4 bits, or the last position
-        could lie at or beyond N_max. For a Variable its largest value counts, as a `TinyJit` checks no values when it
-        replays. A Tensor is checked if it is realized or made of Python or numpy numbers, outside of a `TinyJit`; on a
-        GPU this waits for pending work. Otherwise positions outside of the cache are not written. The same holds for
-        positions that rotary_cos lacks, whose q
+      ValueError: a shape or device does not fit, or the last position could lie at or beyond N_max. For a Variable its
+        largest value counts, as a `TinyJit` checks no values when it replays. A Tensor is checked if it is realized or
+        made of Python or numpy numbers, outside of a `TinyJit`; on a GPU this waits for pending work. Otherwise
+        positions outside of the cache are not written. The same holds for positions that rotary_cos lacks, whose q
         becomes NaN.
 
     Example:

@@ -8,6 +8,7 @@ from tinygrad.engine.realize import capturing
 from tinygrad.uop.ops import Ops, sym_infer
 
 from uopattn.api.attention import attend
+from uopattn.api.four_bit_pages import format_of, in_format
 from uopattn.dsl import sizes
 from uopattn.spec.arguments import Arguments, PagedOptions, check_place
 from uopattn.spec.tensors import check_device, check_tensor, dtype_name, operands, placed
@@ -78,7 +79,8 @@ def attention_paged(
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
     k_pages: (P, Hkv, page_size, Dk), in q's dtype, or float16 or bfloat16 if that is float32; any page_size >= 1. Views
-      are read in place as by `attention`: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
+      are read in place as by `attention`: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed. In 4
+      bits rows are of uint8, as `KVCache` stores them, and kv_dtype names their format.
     v_pages: (P, Hkv, page_size, Dv), in k_pages' dtype.
     page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. max_pages and P
       may be 0.
@@ -88,8 +90,10 @@ def attention_paged(
     attn_mask: as in `attention`; broadcasts to (B, Hq, M, max_pages * page_size). Key j of a sequence has column j, and
       columns beyond kv_lengths may hold anything.
     block_mask: as in `attention`, of M queries and max_pages * page_size keys.
-    dropout_p, is_causal, scale, enable_gqa, window, softcap, sinks, q_scale, k_scale, v_scale, return_lse, backend: as
-      in `attention`.
+    dropout_p, is_causal, scale, enable_gqa, window, softcap, sinks, q_scale, return_lse, backend: as in `attention`.
+    k_scale, v_scale: as in `attention`; of pages of 4 bits the scales of rows, (P, Hkv, page_size) float32 Tensors.
+    kv_dtype: "int4" or "nvfp4", the format of pages of 4 bits; Dk and Dv are multiples of 16, and q has float32,
+      float16 or bfloat16. None is that of the Tensors.
     score_mod, mask_mod, aux: as in `attention`; kv_idx is j, the position of the key in its sequence.
 
   Returns:
@@ -113,11 +117,13 @@ def attention_paged(
   if q.ndim != 4:
     raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
   check_pages(k_pages, v_pages)
+  four = format_of(options.pop("kv_dtype", None), k_pages)
   check_table(page_table, sizes(q)[0], q.device)
   P, _, page_size, _ = sizes(k_pages)
   check_lengths(kv_lengths, page_table, P, page_size)
   backend, own = options.pop("backend", "auto"), {"kv_lengths": kv_lengths, "page_table": page_table}
   arguments = Arguments.of("attention_paged", PagedOptions, options, return_lse=return_lse, **own)
+  arguments = in_format(arguments, four, k_pages, v_pages, sizes(q)[3])
   return attend_pages(q, k_pages, v_pages, arguments, backend)
 
 
@@ -130,6 +136,9 @@ def attend_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, arguments: Argumen
   P, table = sizes(k_pages)[0], cast(Tensor, arguments.page_table)
   if P == 0:  # a page that no id names stands in for the memory that a kernel needs
     k_pages, v_pages = (x.pad(((0, 1), None, None, None)) for x in (k_pages, v_pages))
+    if arguments.scales is not None:
+      keys, values = (x.pad(((0, 1), None, None)) for x in arguments.scales)
+      arguments = replace(arguments, scales=(keys, values))
     table, P = table.full_like(1), 1
   return attend(q, k_pages, v_pages, replace(arguments, page_table=table_of_ints(table, P)), backend)
 

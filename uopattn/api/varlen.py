@@ -101,8 +101,8 @@ def attention_varlen(
   Args:
     q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Dtypes that differ are promoted, as in
       `attention`, except with a page table, where k and v have dtypes as in `attention_paged`.
-    k: (total keys, Hkv, Dk); with a page table (P, Hkv, page_size, Dk).
-    v: (total keys, Hkv, Dv); with a page table (P, Hkv, page_size, Dv).
+    k: (total keys, Hkv, Dk); with a page table (P, Hkv, page_size, Dk), or rows of uint8 with a kv_dtype.
+    v: (total keys, Hkv, Dv); with a page table (P, Hkv, page_size, Dv), likewise.
     cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
       integer dtype, is not read back: if it decreases or exceeds the total, the output is wrong, but nothing is read
       out of bounds. A sequence may have no queries or no keys, and there may be no sequences; a query after the last
@@ -125,7 +125,8 @@ def attention_varlen(
     dropout_p: as in `attention`. Which weights a seed drops depends on the packed numbers of query and key; with a page
       table on the place of the query in the blocks, and on the number of the key in its sequence.
     q_scale, k_scale, v_scale: as in `attention`, with one batch: numbers, or (Hkv,) for all sequences. With a page
-      table they broadcast to (S, Hkv).
+      table they broadcast to (S, Hkv), or in 4 bits k_scale and v_scale are those of rows, as in `attention_paged`.
+    kv_dtype: the format of pages of 4 bits, as in `attention_paged`.
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (Hq, total queries) float32. Realize both
       together.
 
@@ -153,9 +154,12 @@ def attention_varlen(
     [5.0, 2.0, 4.0]
   """
   backend, q_start = options.pop("backend", "auto"), options.pop("q_start", None)
+  kv_dtype = options.pop("kv_dtype", None)
   given = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
   if given.page_table is not None:
-    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, max_seqlen_q, backend)
+    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, given, kv_dtype, q_start, max_seqlen_q, backend)
+  elif kv_dtype is not None:
+    raise TypeError("kv_dtype is given without a page_table; it names the format of pages")
   else:
     out, lse = _over_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, max_seqlen_q, backend)
   return (out, lse) if return_lse else out
@@ -207,6 +211,7 @@ def _over_pages(
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets | None,
   given: Arguments,
+  kv_dtype: str | None,
   q_start: int | Tensor | None,
   longest: int | None,
   backend: str,
@@ -223,7 +228,8 @@ def _over_pages(
   S, longest = sizes(ends)[0] - 1, _check_longest(longest, total, cu_seqlens_q)
   starts = None if q_start is None else _starts(q_start, S, device)
   table, lengths = (placed(x, device) for x in (given.page_table, given.kv_lengths))
-  arguments = checked(replace(given, page_table=table, kv_lengths=lengths, return_lse=True), q, k_pages, v_pages, S)
+  given = replace(given, page_table=table, kv_lengths=lengths, return_lse=True)
+  arguments = checked(given, kv_dtype, q, k_pages, v_pages, S)
   return attend_packed(q, k_pages, v_pages, ends, arguments, starts, longest, backend)
 
 

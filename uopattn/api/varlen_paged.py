@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
 
+from uopattn.api.four_bit_pages import format_of, in_format
 from uopattn.api.paged import attend_pages, check_lengths, check_pages, check_table
 from uopattn.dsl import sizes
 from uopattn.dsl.schedule import FEW, HEAD_SCALES
@@ -53,7 +54,9 @@ def attend_packed(
   return out[:total], lse[:total].transpose(0, 1)
 
 
-def checked(arguments: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, S: int) -> Arguments:
+def checked(
+  arguments: Arguments, kv_dtype: str | None, q: Tensor, k_pages: Tensor, v_pages: Tensor, S: int
+) -> Arguments:
   """Check the arguments of a call with S sequences, but for its offsets and q_start, and return them `settled`.
 
   Raises:
@@ -61,8 +64,9 @@ def checked(arguments: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, S
   """
   total, Hq, Dk = sizes(q)
   check_pages(k_pages, v_pages)
-  P, Hkv, page_size, _ = sizes(k_pages)
-  if k_pages.shape[3] != Dk:
+  P, Hkv, page_size, columns = sizes(k_pages)
+  arguments = in_format(arguments, four := format_of(kv_dtype, k_pages), k_pages, v_pages, Dk)
+  if four is None and columns != Dk:
     raise ValueError(f"k_pages has shape {k_pages.shape}, q has {q.shape}; it must be (P, Hkv, page_size, {Dk})")
   if v_pages.shape[:3] != (P, Hkv, page_size):
     accepted = f"({P}, {Hkv}, {page_size}, Dv)"
@@ -76,7 +80,7 @@ def checked(arguments: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, S
     accepted = f"(Hq, total queries, max_pages * page_size) = {(Hq, total, sizes(table)[1] * page_size)}"
     raise ValueError(f"attn_mask has shape {mask.shape}; it must broadcast to {accepted}")
   arguments = arguments.settled(q.device)
-  arguments.check(Sizes(S, Hq, Hkv, total, sizes(table)[1] * page_size), q.device)
+  arguments.check(Sizes(S, Hq, Hkv, total, sizes(table)[1] * page_size, (P, Hkv, page_size)), q.device)
   return arguments
 
 

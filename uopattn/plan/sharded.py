@@ -74,7 +74,7 @@ class Sharded:
 
   def axis_of(self, name: str, x: Tensor) -> int | None:
     """Return the axis along which q, k, v or a Tensor of an argument, such as "aux[0]", is divided."""
-    if name in ("q", "k", "v"):
+    if name in ("q", "k", "v", "scales"):
       return self.axis if name == "q" else self.axis_kv
     letters = "" if self.axis is None else "b" if self.axis == 0 else "h" if self.axis_kv is None else "hk"
     axes = enumerate(ARGUMENTS[name.split("[")[0]].axes)

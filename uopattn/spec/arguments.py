@@ -25,13 +25,18 @@ from uopattn.spec.tensors import WIDEST, check_device, check_tensor, check_tenso
 
 
 class Sizes(NamedTuple):
-  """The sizes that arguments must fit: batches, query heads, key heads, queries and keys."""
+  """The sizes that arguments must fit: batches, query heads, key heads, queries and keys.
+
+  Attributes:
+    kept: the shape of k and v without the head size, (P, Hkv, page_size) of pages; None is (B, Hkv, N).
+  """
 
   B: int
   Hq: int
   Hkv: int
   M: int
   N: int
+  kept: tuple[int, ...] | None = None
 
   @property
   def scores(self) -> tuple[int, int, int, int]:
@@ -160,7 +165,7 @@ def check_sinks(name: str, x: object, sizes: Sizes) -> None:
 
 def check_scales(name: str, scales: tuple[object, ...], sizes: Sizes) -> None:
   for x in scales:
-    check_tensor_of(name, x, (sizes.B, sizes.Hkv, sizes.N), (dtypes.float32,), "float32")
+    check_tensor_of(name, x, sizes.kept or (sizes.B, sizes.Hkv, sizes.N), (dtypes.float32,), "float32")
 
 
 def as_scale(x: Any) -> Any:
@@ -258,7 +263,8 @@ class Arguments:
   Attributes:
     seed: random seed for dropout in training, (2,) uint32.
     bounds: the first and the last key that each query sees, (M,) int32 both; `attention_varlen` makes them.
-    scales: factors on each key and each value, (B, Hkv, N) float32 both. k and v then have one of QUANTIZED_DTYPES.
+    scales: factors on each key and each value, (B, Hkv, N) float32 both, or (P, Hkv, page_size) of pages. k and v then
+      have one of QUANTIZED_DTYPES, or 4 bits.
     four: the format of k and v in 4 bits, see `uopattn.dsl.rules.four_bits`; they have scales too.
     q_scale, k_scale, v_scale: factors on q, k and v; (B or 1, Hkv or 1) once `settled`.
     page_table: the page table of `attention_paged`, (B, max_pages) int32.
@@ -300,7 +306,6 @@ class Arguments:
     check=check_scales,
     tensors=list,
     refusal="has no code for keys and values of 8 or 4 bits that have scales",
-    axes="bkn",
   )
   four: FourBits | None = argument(feature="")
   q_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
@@ -442,6 +447,7 @@ class VarlenOptions(ScaledOptions, total=False):
   block_mask: BlockMask | None
   page_table: Tensor | None
   kv_lengths: int | UOp | Tensor | None
+  kv_dtype: str | None
 
 
 class PagedOptions(ScaledOptions, total=False):
@@ -452,6 +458,7 @@ class PagedOptions(ScaledOptions, total=False):
   is_causal: bool
   q_start: int | UOp | Tensor
   block_mask: BlockMask | None
+  kv_dtype: str | None
 
 
 class SparseOptions(TypedDict, total=False):

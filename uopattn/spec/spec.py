@@ -157,12 +157,12 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
   """
   _check_operands(q, k, v, arguments)
   (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), _head_size(v, arguments)
-  pages = (P, N) if arguments.pages_keys else None
+  pages, kept = (P, N) if arguments.pages_keys else None, (P, Hkv, N)
   if arguments.page_table is not None:
     N = N * sizes(arguments.page_table)[1]
   elif arguments.indices is not None:
     N = sizes(arguments.indices[0])[2]
-  arguments.check(Sizes(B, Hq, Hkv, M, N), q.device)
+  arguments.check(Sizes(B, Hq, Hkv, M, N, kept), q.device)
   scale = Dk**-0.5 if arguments.scale is None else float(arguments.scale)
   lengths, aux = (B, Hq, M, N), arguments.aux
   score_mod, mask_mod = (
@@ -221,7 +221,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
     check_device(name, x, q.device)
   if arguments.pages_keys:
-    _check_pages(q, k, v)
+    _check_pages(q, k, v, _head_size(k, arguments))
   else:
     _check_shapes(q, k, v, _head_size(k, arguments))
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
@@ -261,9 +261,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, size: int) -> None:
     raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
 
 
-def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_pages(q: Tensor, k: Tensor, v: Tensor, of_k: int) -> None:
   (*_, Dk), (P, Hkv, page_size, _) = sizes(q), sizes(k)
   for name, x, size in (("k_pages", k, Dk), ("v_pages", v, "Dv")):
-    if x.shape[:3] != (P, Hkv, page_size) or size not in (x.shape[3], "Dv"):
+    if x.shape[:3] != (P, Hkv, page_size) or size not in (of_k, "Dv"):
       given = f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k.shape}"
       raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {size})")

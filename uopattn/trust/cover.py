@@ -7,7 +7,7 @@ from tinygrad import dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.bias import Bias, Places
-from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Schedule
 from uopattn.plan.bias import ROWS, mask_bias
 from uopattn.spec.tensors import dtype_name
@@ -100,6 +100,9 @@ def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> It
     for stored in QUANTIZED_DTYPES[:1] if quick else QUANTIZED_DTYPES:
       yield made(DECODE[0], ("is_causal", "q_start Tensor", "scales"), stored)
       yield made(PREFILL[0], ("scales",), stored)
+    for stored in () if quick else FORMATS.values():
+      yield made(DECODE[0], ("is_causal", "q_start Tensor", "scales"), stored)
+      yield made(PREFILL[0], ("kv_lengths Tensor", "page_table 16", "scales"), stored)
   if dtype == dtypes.float32:
     yield made(PREFILL[0], ("is_causal", "tf32"))
     for stored in () if quick or backward else DTYPES_16[:1]:

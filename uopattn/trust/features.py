@@ -14,6 +14,8 @@ from tinygrad.dtype import DType
 from uopattn.api.varlen import key_bounds
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.bias import Bias, Places
+from uopattn.dsl.rules.four_bits import columns_in, of_tensor
+from uopattn.dsl.rules.quantized import FORMATS, FourBits
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import DTYPES
 from uopattn.measure.problem import normal, tensor
@@ -23,7 +25,7 @@ from uopattn.spec.tensors import dtype_name
 
 Sizes = tuple[int, int, int, int, int, int, int]
 """B, Hq, Hkv, M, N, Dk, Dv."""
-NAMED = {dtype_name(x): x for x in (*DTYPES, dtypes.int8)}  # dtypes of q, k, v and masks
+NAMED: dict[str, DType] = {dtype_name(x): x for x in (*DTYPES, dtypes.int8, *FORMATS.values())}  # of q, k, v and masks
 DROPOUT = 0.3  # probability
 COLUMNS = 8  # of the table that the score_mod reads
 SLOPES = np.array([0.5, -0.75, 1.25], np.float32)  # of scores by the elements of a bias, in turn by i + j
@@ -37,9 +39,11 @@ class Inputs:
   Attributes:
     q, k, v: Tensors of four dimensions; with a page table k and v are pages.
     arrays: q, k and v as the oracle takes them.
+    memory: k and v as they are stored, still without pages; of 4 bits their bytes.
     arguments: of `Arguments`.
     rules: keyword arguments of the gate.
     masks: further conditions under which a query sees a key: functions of the batch, head, query and key.
+    pages: puts rows (B, Hkv, N, D) into pages, (P, Hkv, page_size, D); None without a page table.
     bias: the bias whose gradient is meant, which a score_mod then reads if it is not an additive mask.
   """
 
@@ -50,9 +54,11 @@ class Inputs:
   k: Tensor
   v: Tensor
   arrays: tuple[Array, Array, Array]
+  memory: tuple[Array, Array]
   arguments: dict[str, Any] = field(default_factory=dict)
   rules: dict[str, Any] = field(default_factory=dict)
   masks: list[Callable[..., Any]] = field(default_factory=list)
+  pages: Callable[[Array], Array] | None = None
   bias: Bias | None = None
 
   @classmethod
@@ -65,22 +71,27 @@ class Inputs:
     device: str,
     bias: Bias | None = None,
   ) -> "Inputs":
-    """Draw inputs with these features. k and v have the dtype `stored`."""
+    """Draw inputs with these features. k and v have the dtype `stored`, or that format of 4 bits."""
     B, Hq, Hkv, M, N, Dk, Dv = sizes
     random = np.random.default_rng(sum(sizes))
     q = normal((B, Hq, M, Dk), dtype, random, device)
     k, v = (_keys((B, Hkv, N, D), stored, random, device) for D in (Dk, Dv))
     if "values_in_keys" in features:
       v = k[..., :Dv]
+    in_memory = dtypes.uint8 if isinstance(stored, FourBits) else stored
     heads_last = next((x.partition(" ")[2] for x in features if x.startswith("heads_last")), "")
     q_, k_, v_ = (
       _with_heads_last(x, d, device) if name in heads_last else tensor(x, d, device)
-      for name, x, d in (("q", q, dtype), ("k", k, stored), ("v", v, stored))
+      for name, x, d in (("q", q, dtype), ("k", k, in_memory), ("v", v, in_memory))
     )
     if "values_in_keys" in features:
       v_ = k_[..., :Dv]
-    arguments = {"enable_gqa": True, "return_lse": True}
-    found = cls(sizes, device, random, q_, k_, v_, (q, k, v), arguments, bias=bias)
+    arguments: dict[str, Any] = {"enable_gqa": True, "return_lse": True}
+    numbers = k, v
+    if isinstance(stored, FourBits):
+      arguments["four"] = stored
+      numbers = of_tensor(Tensor(k), stored).numpy(), of_tensor(Tensor(v), stored).numpy()
+    found = cls(sizes, device, random, q_, k_, v_, (q, *numbers), (k, v), arguments, bias=bias)
     for feature in features:
       name, _, detail = feature.partition(" ")
       FEATURES[name](found, detail)
@@ -93,7 +104,11 @@ class Inputs:
 
 
 def _keys(shape: tuple[int, ...], dtype: DType, random: np.random.Generator, device: str) -> Array:
-  """Return keys or values; normal ones, or with int8 as the scales of `_scales` expect them."""
+  """Return keys or values; normal ones, or with int8 and 4 bits as the scales of `_scales` expect them."""
+  if isinstance(dtype, FourBits):  # any elements, and scales of groups from 1/4 to 4
+    found = random.integers(0, 256, (*shape[:3], columns_in(shape[3])))
+    found[..., shape[3] // 2 :] = random.integers(0x28, 0x48, found[..., shape[3] // 2 :].shape)
+    return found.astype(np.float32)
   if dtype == dtypes.int8:
     return random.integers(-127, 128, shape).astype(np.float32)
   return normal(shape, dtype, random, device)
@@ -230,8 +245,10 @@ def _bounds(x: Inputs, detail: str) -> None:
 
 def _scales(x: Inputs, detail: str) -> None:
   q, *keys = x.arrays
-  scales = [x.random.uniform(0.5, 1.5, y.shape[:3]).astype(np.float32) / 64 for y in keys]
-  x.arguments["scales"] = tuple(x.tensor(y, dtypes.float32) for y in scales)
+  unit = 8 if "four" in x.arguments else 64
+  scales = [x.random.uniform(0.5, 1.5, y.shape[:3]).astype(np.float32) / unit for y in keys]
+  placed = [y if x.pages is None else x.pages(y[..., None])[..., 0] for y in scales]
+  x.arguments["scales"] = tuple(x.tensor(y, dtypes.float32) for y in placed)
   k, v = (y.astype(np.float64) * scale[..., None] for y, scale in zip(keys, scales, strict=True))
   x.arrays = q, k, v
 
@@ -253,13 +270,14 @@ def _page_table(x: Inputs, detail: str) -> None:
   table = np.random.default_rng(0).permutation(B * pages).reshape(B, pages).astype(np.int32)
   x.arguments["page_table"] = x.tensor(table, dtypes.int)
 
-  def pooled(y: Array, dtype: DType) -> Tensor:
+  def pooled(y: Array) -> Array:
     of_pages = y.reshape(B, Hkv, pages, size, -1).swapaxes(1, 2).reshape(B * pages, Hkv, size, -1)
     pool = np.empty_like(of_pages)
     pool[table.reshape(-1)] = of_pages
-    return x.tensor(pool, dtype)
+    return pool
 
-  x.k, x.v = (pooled(y, old.dtype) for y, old in zip(x.arrays[1:], (x.k, x.v), strict=True))
+  x.pages = pooled
+  x.k, x.v = (x.tensor(pooled(y), old.dtype) for y, old in zip(x.memory, (x.k, x.v), strict=True))
 
 
 def _indices(x: Inputs, detail: str) -> None:
@@ -273,7 +291,7 @@ def _indices(x: Inputs, detail: str) -> None:
     pool[0][:, table.reshape(-1)] = y.swapaxes(0, 1).reshape(Hkv, B * N, -1)
     return x.tensor(pool, dtype)
 
-  x.k, x.v = (pooled(y, old.dtype) for y, old in zip(x.arrays[1:], (x.k, x.v), strict=True))
+  x.k, x.v = (pooled(y, old.dtype) for y, old in zip(x.memory, (x.k, x.v), strict=True))
 
 
 FEATURES: dict[str, Callable[[Inputs, str], None]] = {

@@ -1,5 +1,6 @@
 """Inputs for an attention of which only the spec is known, and the gate for what kernels make of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -225,11 +226,10 @@ class Drawn:
   def operands(self, part: Part) -> tuple[Array, Array, Array]:
     """Return the rows of q of a part, and their k and v."""
     s, (b, heads, _) = self.spec, part
-    shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}
-    found = {name: self.arrays[name][0] for name in "qkv"}
+    shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.columns(s.Dk)), "v": (*s.kept, s.columns(s.Dv))}
+    q, k, v = (_viewed(self.arrays[name][0], s.layout(name), shape) for name, shape in shapes.items())
     if isinstance(s.stored, FourBits):
-      found |= {name: of_tensor(Tensor(found[name]), s.stored).numpy() for name in "kv"}
-    q, k, v = (_viewed(x, s.layout(name), shapes[name]) for name, x in found.items())
+      k, v = (of_tensor(Tensor(np.ascontiguousarray(x)), s.stored).numpy() for x in (k, v))
     k, v = (self._keys(x, *key_heads(s, b, heads)) for x in (k, v))
     if "scales" in self.arrays:
       scales = (self._keys(x, *key_heads(s, b, heads)) for x in self.arrays["scales"])
@@ -263,7 +263,8 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
     unit = UNITS.get(s.stored, 1.0) if x.name == "scales" else 1.0
     return random.uniform(0.5 * unit, 1.5 * unit, x.shape).astype(np.float32)
   if x.name in ("k", "v") and isinstance(s.stored, FourBits):
-    return four_bits(x.shape, random)
+    columns = s.columns(s.Dk if x.name == "k" else s.Dv)
+    return np.resize(four_bits((-(-math.prod(x.shape) // columns), columns), random), x.shape)  # of a view it is flat
   if x.name == "page_table":  # in any order; a pool with fewer pages than the table has places shares them
     assert s.pages is not None
     return np.resize(random.permutation(s.pages[0]), x.shape).astype(np.int32)

@@ -111,7 +111,7 @@ class Scales(NamedTuple):
   """Scales of quantized keys and values.
 
   Attributes:
-    keys, values: (B, key heads, N) float32, one scale per key and per value.
+    keys, values: (B, key heads, N) float32, one scale per key and per value; of pages (pages, key heads, page size).
     operand: the type to which elements are widened; see `uopattn.dsl.rules.quantized`.
     unit: the ratio of a stored element to its widened value.
     stored: the type of the elements.
@@ -134,7 +134,7 @@ class HeadView:
     length: number of rows. No row from there on is read.
     start: maps a row to the flat index of its first element in the buffer.
     to: the type to which elements of fewer bits are widened, see `uopattn.dsl.rules.quantized`; None leaves them.
-    unit: a number of elements that divides the start of every row; None is the size of a row.
+    unit: a number of elements, of bytes for 4 bits, that divides the start of every row; None is the size of a row.
     strides: where the rows of all heads lie; None where that is not regular.
     head: the head, numbered through all batch elements.
     in_pages: whether `start` reads a page table in memory.
@@ -162,7 +162,7 @@ class HeadView:
     return cls(x, size, length, lambda row: (head * rows + row) * size, to, None, strides, head)
 
   def of_four(self, four: FourBits) -> "HeadView":
-    """The view of rows of bytes as one of elements of 4 bits."""
+    """The view of rows of bytes, which begin at multiples of 4, as one of elements of 4 bits."""
     return replace(self, size=elements_in(self.size), four=four)
 
   def in_chunks(self, elements: int) -> bool:
@@ -214,16 +214,17 @@ class HeadView:
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
     if self.four is not None and self.to is not None:
-      (found,) = self.four_bits(self.start(row), d, 1, inside)
+      (found,) = self.four_bits((self.start if inside is None else self.gated_start)(row), d, 1, inside)
       return found.bitcast(self.to)
     found = self.place(row, d, inside).load()
     return widened(found, self.x.dtype, self.to) if self.to is not None and self.widens else found
 
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
+    start = (self.start if inside is None else self.gated_start)(row)
     if self.four is not None:
-      return self._word(self.start(row), d // PER_WORD, inside)
-    place = (self.start if inside is None else self.gated_start)(row) + d
+      return self._word(start, d // PER_WORD, inside)
+    place = start + d
     memory = as_type(self.x, self.bits) if self.widens else self.x.base
     return memory[place if inside is None else place.valid(inside)]
 

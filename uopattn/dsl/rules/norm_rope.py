@@ -112,6 +112,26 @@ class NormRope:
     left = row.columns - 2 * pairs
     return [Part(pairs, rotated), *([Part(left, others)] if left else [])]
 
+  def element(self, row: Row) -> Element:
+    """Return what reads any column of a row as it becomes, for kernels that need neighbours together; see `parts`."""
+    element = row.element if self.weight is None else self._normalized(row, self.weight)
+    if self.cos is None or self.sin is None:
+      return element
+    positions, pairs = sizes(self.cos)
+    known, line = self.knows(row.position), clamp(row.position, 0, positions - 1) * pairs
+    cos, sin, nan = self.cos, self.sin, UOp.const(float("nan"), dtypes.float)
+
+    def changed(d: UOp, inside: UOp) -> UOp:
+      is_second = (d % 2).eq(1) if self.interleaved else d >= pairs
+      other = d + is_second.where(-1, 1) if self.interleaved else d + is_second.where(-pairs, pairs)
+      c, paired = d // 2 if self.interleaved else is_second.where(d - pairs, d), inside & (d < 2 * pairs)
+      x, y = (read_float(table, (line + c).valid(paired)) for table in (cos, sin))
+      own, partner = element(d, inside), element(other, paired)
+      rotated = is_second.where(own * x + partner * y, own * x - partner * y)
+      return known.where((d < 2 * pairs).where(rotated, own), nan)
+
+    return changed
+
   def _normalized(self, row: Row, weight: UOp) -> Element:
     """Return the elements after the norm. Computes the sum of squares, as `AT_ONCE` sums."""
     D = row.columns

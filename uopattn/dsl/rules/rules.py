@@ -157,10 +157,11 @@ class HeadRules(HeadMasks):
     Elements that have fewer bits than `to` are widened to it, or, if they have scales, to `Scales.operand`.
     """
     r = self.rules
-    if r.pages is not None:
-      return replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=to)
     operand = to if r.scales is None else r.scales.operand
-    found = HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
+    if r.pages is None:
+      found = HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
+    else:
+      found = replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=operand)
     stored = None if r.scales is None else r.scales.stored
     return found.of_four(stored) if isinstance(stored, FourBits) and x.dtype == dtypes.uchar else found  # not scales
 
