@@ -269,8 +269,9 @@ def one_accumulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def compiled_sooner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-  """Their kernels by `clang -O1`, which takes half the time of -O2, but for --values and --slow."""
-  if not is_small(request) or profile(request.config) in ("values", "slow"):
+  """Where not the kernels are tested, by `clang -O1`, which takes half the time of -O2, but for --values and --slow."""
+  tested = request.path.parent.name not in ("api", "integrate", "tools")
+  if tested or profile(request.config) in ("values", "slow"):
     return
   right = ClangCompiler.compile_cached
 
