@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterable, Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import Phase, settings
 from tinygrad import Context, Device
 from tinygrad.helpers import DEV, NUM_CPU_THREADS, PARALLEL, SPEC
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.kernels import cpu_backward, cpu_bias_backward, cpu_decode, cpu_forward
@@ -263,6 +265,23 @@ def one_accumulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
       yield replace(tiles, **dict.fromkeys(ACCUMULATORS.get(type(tiles), ()), 1))
 
   monkeypatch.setattr(dispatch, "tiles_for", found)
+
+
+@pytest.fixture(autouse=True)
+def compiled_sooner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Where not the kernels are tested, by `clang -O1`, which takes half the time of -O2, but for --values and --slow."""
+  tested = request.path.parent.name not in ("api", "integrate", "tools")
+  if tested or profile(request.config) in ("values", "slow"):
+    return
+  right = ClangCompiler.compile_cached
+
+  def compile_cached(self: ClangCompiler, source: str) -> bytes:
+    sooner = copy(self)
+    sooner.args = [*self.args, "-O1"]
+    sooner.cachekey = self.cachekey and f"{self.cachekey}_O1"  # on disk they are apart
+    return right(sooner, source)
+
+  monkeypatch.setattr(ClangCompiler, "compile_cached", compile_cached)
 
 
 @pytest.fixture(autouse=True)

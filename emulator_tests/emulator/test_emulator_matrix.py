@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from emulator_kernels import ARCHES, kernel, launch, threads
+from helpers import placed
+from simulated import of_type
 from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.codegen.opt import tc
 from tinygrad.device import Device
@@ -46,8 +48,12 @@ def inputs(dtype, shape, seed):
   if dtype in dtypes.ints:
     x = rng.integers(-128, 128, shape)
     return Tensor(x.astype(np.int8), device="EMU"), x.astype(np.float64)
-  tensor = Tensor(rng.standard_normal(shape).astype(np.float32), device="EMU").cast(dtype).realize()
-  return tensor, tensor.cast(dtypes.float).numpy().astype(np.float64)
+  x = rng.standard_normal(shape).astype(np.float32)
+  if dtype in dtypes.fp8s:
+    tensor = Tensor(x, device="EMU").cast(dtype).realize()
+    return tensor, tensor.cast(dtypes.float).numpy().astype(np.float64)
+  x = of_type(x, dtype)
+  return placed(x, dtype, "EMU"), x.astype(np.float64)
 
 
 @pytest.mark.parametrize(("arch", "index", "core"), CASES)

@@ -1,22 +1,14 @@
-"""The bench and the table that the README takes from it. No test looks at a time."""
+"""The bench: what it runs, checks and records. No test looks at a time."""
 
-import functools
-import itertools
 import json
-import re
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import draw_speed
 import numpy as np
 import pytest
-import readme_table
-import speed
 
 from uopattn import bench
 from uopattn.bench import main
@@ -330,111 +322,6 @@ def test_the_rows_done_are_kept(
   assert printed.err == said
 
 
-def test_contenders_take_turns() -> None:
-  order: list[str] = []
-  runners = {name: Runner(functools.partial(order.append, name), list) for name in "ab"}
-  timing.alternate(runners, 2, timing.BURSTS)
-  assert [name for name, _ in itertools.groupby(order)] == list("abab")
-
-
-class Clock:
-  """A clock that only calls of contenders advance."""
-
-  def __init__(self) -> None:
-    self.now, self.pauses, self.last, self.left = 0.0, 0, "", 0
-
-  def perf_counter(self) -> float:
-    return self.now
-
-  def sleep(self, seconds: float) -> None:
-    self.pauses += seconds == timing.PAUSE
-
-  def runner(self, name: str, calls: int) -> Runner:
-    """A contender of a second per call; in so many calls after another's turn it takes ..., 2, 1 seconds longer."""
-
-    def call() -> None:
-      self.left = self.left - 1 if self.last == name else calls
-      self.last = name
-      self.now += 1 + max(0, self.left)
-
-    return Runner(call, list)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-  clock = Clock()
-  for name, value in {"time": clock, "PAUSE": 0.5, "WARM": 0.5, "TURN": 0.5, "MOST_WARM": 100}.items():
-    monkeypatch.setattr(timing, name, value)
-  return clock
-
-
-@pytest.mark.parametrize(
-  ("burst", "most", "cpu", "found", "pauses"),
-  [
-    (False, 100, False, {"a": 1, "b": 1}, 0),
-    (False, 7, False, {"a": 1, "b": 3}, 0),  # b would need 15 seconds
-    (False, 100, True, {"a": 2, "b": 4}, 4),
-    (True, 100, False, {"a": 2, "b": 4}, 4),
-  ],
-  ids=["sustained", "never settled", "on a CPU", "bursts"],
-)
-def test_times_count_once_all_have_settled(
-  burst: bool,
-  most: float,
-  cpu: bool,
-  found: dict[str, float],
-  pauses: int,
-  clock: Clock,
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
-  monkeypatch.setattr(timing, "MOST_WARM", most)
-  monkeypatch.setattr(timing, "on_cpu", lambda: cpu)
-  how = timing.BURSTS if burst else None
-  times = timing.alternate({"a": clock.runner("a", 2), "b": clock.runner("b", 4)}, 2, how)
-  assert {name: x.seconds for name, x in times.items()} == {name: [x, x] for name, x in found.items()}
-  assert clock.pauses == pauses
-
-
-SAMPLES = """2026/01/02 03:04:05.000, 1980, 400.5, 40
-2026/01/02 03:04:05.100, 1500, 690.0, 50
-2026/01/02 03:04:05.200, 1400, 700.0, 55
-2026/01/02 03:04:05.300, [N/A], 710.0, [N/A]
-2026/01/02 03:04:05.400, 7"""
-SUMMARY = {
-  "clock_mhz": {"lowest": 1400, "median": 1500, "highest": 1980},
-  "power_w": {"lowest": 400.5, "median": 695, "highest": 710},
-  "temperature_c": {"lowest": 40, "median": 50, "highest": 55},
-}
-
-
-def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-  """From a program that prints samples until it is stopped."""
-  program = tmp_path / "nvidia-smi"
-  program.write_text(
-    f"#!/bin/sh\necho \"$*\" >{tmp_path}/asked\nprintf '{SAMPLES}'\ntouch {tmp_path}/done\nexec sleep 60\n"
-  )
-  program.chmod(0o755)
-  monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-  with gpu_state.sampled([0, 1]) as state:
-    while not (tmp_path / "done").exists():
-      time.sleep(0.01)
-  assert state.summary() == SUMMARY
-  asked = (tmp_path / "asked").read_text()
-  assert asked.startswith("--id=0,1 --query-gpu=timestamp,clocks.sm,power.draw.instant,temperature.gpu ")
-  with gpu_state.sampled([]) as none:
-    pass
-  assert none.summary() == {}
-
-
-def test_the_clock_and_power_of_a_contender_are_of_its_turns() -> None:
-  epoch = datetime(2026, 1, 2, 3, 4, 5).timestamp() - 10  # so the samples are from second 10 on
-  state = gpu_state.GPUState(gpu_state.samples(SAMPLES, epoch))
-  assert [round(x.second, 3) for x in state] == [10, 10.1, 10.2, 10.3]
-  assert state.means([(9.95, 10.05), (10.15, 10.25)]) == {"clock_mhz": 1690, "power_w": 550.25}
-  assert state.means([(10.25, 10.35)]) == {"power_w": 710}
-  assert state.means([(10.01, 10.02), (11, 12)]) == {}
-
-
 def test_a_row_has_the_clock_and_power_of_each_contender(monkeypatch: pytest.MonkeyPatch) -> None:
   @contextmanager
   def sampled(gpus: Any) -> Any:
@@ -449,38 +336,6 @@ def test_a_row_has_the_clock_and_power_of_each_contender(monkeypatch: pytest.Mon
   assert [", 1400 MHz, 700 W" in line for line in lines(row)] == [False, True, True, False]
 
 
-def test_without_nvidia_smi_there_is_no_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-  monkeypatch.setenv("PATH", str(tmp_path))
-  with gpu_state.sampled([0]) as state:
-    pass
-  assert state.summary() == {}
-  assert state.means([(0, 1)]) == {}
-
-
-def test_median_spread_and_ratios() -> None:
-  ours, theirs = Timing([1.0, 2.0, 3.0, 4.0, 5.0]), Timing([2.0, 8.0, 6.0, 8.0, 5.0])
-  assert ours.record(6 * 10**9) == {
-    "seconds": ours.seconds,
-    "median": 3.0,
-    "minimum": 1.0,
-    "spread": pytest.approx(2 / 3),
-    "gflops": pytest.approx(2.0),
-  }
-  assert timing.ratios(ours, theirs) == {
-    "of_medians": 2.0,
-    "of_minima": 2.0,
-    "paired": 2.0,
-    "lowest": 1.0,
-    "highest": 4.0,
-  }
-
-
-def test_a_share_is_of_the_limit_in_the_same_round() -> None:
-  """Whose speed halves from one round to the next, as does ours."""
-  ours, limit = Timing([1.0, 2.0, 4.0, 4.0]), Timing([0.5, 1.0, 2.0, 1.0])
-  assert timing.share(ours, limit, 30, 20) == pytest.approx(0.75)
-
-
 def test_the_limits_turn_follows_ours(monkeypatch: pytest.MonkeyPatch) -> None:
   order: list[str] = []
 
@@ -493,125 +348,10 @@ def test_the_limits_turn_follows_ours(monkeypatch: pytest.MonkeyPatch) -> None:
   assert [name.split()[0] for name in order] == ["uopattn", "limit", "again"]
 
 
-def example() -> dict[str, Any]:
-  """A record of two rows, the second of which is wrong."""
-  problem = {"B": 1, "Hq": 8, "Hkv": 8, "M": 64, "N": 64, "Dk": 16, "Dv": 16, "dtype": "half", "is_causal": True}
-  time = {"correct": True, "median": 2e-3, "spread": 0.034, "share": {"torch": 0.5, "numpy": 0.25}, "error": 1.23e-4}
-  ours, theirs = time | {"gflops": 200.4}, time | {"gflops": 99.6}
-  right = {
-    "problem": problem,
-    "contenders": {"uopattn": ours, "torch": theirs},
-    "ratios": {"torch": {"paired": 2.012, "of_minima": 1.9}},
-    "product_of": {"dtype": "float32", "size": 2048},
-  }
-  wrong = {
-    "problem": problem | {"is_causal": False},
-    "contenders": {"uopattn": {"correct": False, "error": 0.5}, "torch": theirs},
-    "ratios": {},
-  }
-  return {
-    "date": "2026-01-02",
-    "machine": {"cpu": "Some CPU", "device": "CPU x", "threads": 2, "load": 0.52},
-    "versions": {"torch": "2.0", "tinygrad": "0.14", "clang": "clang version 23"},
-    "rounds": 7,
-    "rows": [right, wrong],
-  }
-
-
-def test_table_from_a_record() -> None:
-  assert readme_table.table(example()).splitlines() == [
-    "| B H N D | dtype | GFLOP/s | spread | of torch's product | of numpy's product | error | torch: GFLOP/s | error "
-    "| times as fast (by minima) |",
-    "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    "| 1 8 64 16 | half, causal | 200 | 3% | 50% | 25% | 1.2e-04 | 100 | 1.2e-04 | 2.01 (1.90) |",
-    "| 1 8 64 16 | half | fails the gate | | | | 5.0e-01 | 100 | 1.2e-04 | |",
-  ]
-
-
-def test_captions_say_how_it_was_timed() -> None:
-  """Records from before there was a choice are in bursts."""
-  record = example()
-  assert "; 2026-01-02, in bursts, medians of 7 rounds" in readme_table.caption(record, "a.json")
-  record |= {"mode": "sustained"}
-  for row, clock in zip(record["rows"], (1400.0, 1755.0), strict=True):
-    row["gpu"] = {"clock_mhz": {"median": clock}, "power_w": {"median": 690.4}}
-  assert ", sustained (1400 to 1755 MHz, 690 W), medians of 7" in readme_table.caption(record, "a.json")
-
-
-def test_rows_of_few_queries_show_their_share_of_a_read() -> None:
-  record = example()
-  record["rows"][0]["contenders"]["uopattn"] |= {"share": {"read": 0.914}, "gbytes": 44.6}
-  head, _, row, _ = readme_table.table(record).splitlines()
-  assert "| of a read |" in head
-  assert "| 91% (45 GB/s) |" in row
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_read_reads_everything(parts: int) -> None:
   size = parts * 4 * limits.ITEMS * limits.VECTORS * limits.LANES
   assert limits.reader(size)().tolist() == [size / 4 / limits.ITEMS] * limits.ITEMS
-
-
-def test_tables_of_records_have_captions_and_plots() -> None:
-  text = readme_table.tables({"a.json": example(), "b.json": example()}, {"a.png", "other.png"})
-  assert text.count(readme_table.table(example())) == 2
-  assert "Some CPU, 2 threads, load average 0.5 at the start, clang version 23" in text
-  assert "([b.json](b.json))" in text
-  assert [line for line in text.splitlines() if "![" in line] == ["![Speed over N](a.png)"]
-
-
-def case(kind: str) -> speed.Case:
-  return speed.Case("a.json", "1 8 64 16", kind, "some case", "some machine")
-
-
-def test_summary_compares_ours_with_the_best_other() -> None:
-  record = example()
-  row = record["rows"][0]
-  row["contenders"] |= {
-    "torch cudnn": row["contenders"]["torch"] | {"gflops": 150.0},
-    "torch flex": row["contenders"]["torch"] | {"gflops": 500.0, "correct": False},
-  }
-  row["ratios"]["torch cudnn"] = {"paired": 1.336, "of_minima": 1.3}
-  assert readme_table.summary({"a.json": record}, [case("half, causal")]).splitlines() == [
-    "| case | uopattn | best other | ratio | machine |",
-    "|---|--:|--:|--:|---|",
-    "| some case | 200 GFLOP/s | 150 GFLOP/s, cuDNN | 1.34 | some machine |",
-  ]
-
-
-@pytest.mark.parametrize(("kind", "message"), [("float", "has no row"), ("half", "fails the gate")])
-def test_summary_has_right_rows_only(kind: str, message: str) -> None:
-  with pytest.raises(ValueError, match=message):
-    readme_table.summary({"a.json": example()}, [case(kind)])
-
-
-def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path: Path) -> None:
-  pages = {"--summary": speed.ROOT / "README.md", "--page": speed.RESULTS / "README.md"}
-  copies = {option: tmp_path / option for option in pages}
-  for option, page in pages.items():
-    old = re.sub(r"^\| .* H200 \|$|^\| 4 32 .*$", "old", page.read_text(), flags=re.MULTILINE)
-    assert "\nold\n" in old
-    copies[option].write_text(old)
-  words = [str(word) for pair in copies.items() for word in pair]
-  for _ in range(2):  # a second run changes nothing
-    assert readme_table.main(words) == 0
-    for option, page in pages.items():
-      assert copies[option].read_text() == page.read_text()
-
-
-def test_a_page_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-  (tmp_path / "README.md").write_text("nothing\n")
-  assert readme_table.main(["--page", str(tmp_path / "README.md")]) == 2
-  assert "has no lines" in capsys.readouterr().err
-
-
-def test_the_picture_of_speed(tmp_path: Path) -> None:
-  assert draw_speed.draw(tmp_path / "speed.png", speed.RESULTS) == 0
-  assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
-  row = speed.CASES[0].row(speed.read_records(speed.RESULTS))
-  found = draw_speed.relative(row)
-  assert found["torch flash"] == pytest.approx(1)
-  assert found["uopattn"] == row["ratios"]["torch flash"]["paired"]
 
 
 def test_bf16_of_torch_if_there_is_one() -> None:

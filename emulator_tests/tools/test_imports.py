@@ -1,6 +1,7 @@
 """No circle of imports between files, none upward, and `import uopattn` loads only what every user needs."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -35,11 +36,17 @@ def module_of(path: Path) -> str:
 FILES = {module_of(x): x for folder in ("uopattn", "kernels") for x in (REPOSITORY / folder).rglob("*.py")}
 
 
+@functools.cache
+def imports_of(path: Path) -> list[ast.AST]:
+  """The imports of a file, at its top or within a function."""
+  return [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Import | ast.ImportFrom)]
+
+
 def imported_by(module: str) -> set[str]:
-  """The package's modules that a file imports, at its top or within a function."""
+  """The package's modules that a file imports."""
   package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
   found: set[str] = set()
-  for node in ast.walk(ast.parse(FILES[module].read_text())):
+  for node in imports_of(FILES[module]):
     if isinstance(node, ast.Import):
       found |= {x.name for x in node.names}
     elif isinstance(node, ast.ImportFrom):

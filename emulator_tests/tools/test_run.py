@@ -1,10 +1,12 @@
 """The runner, the report on the machine, and finding a compiler."""
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +26,29 @@ from uopattn.runtime import clang as toolchain
 from uopattn.runtime.cpu import vector_unit
 from uopattn.runtime.prepare import compiled
 
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
 
 def program(module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+  """A program in a process of its own."""
   return subprocess.run(
     [sys.executable, "-m", f"uopattn.{module}", *words], capture_output=True, text=True, env=os.environ | environment
   )
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
+  """A program's `main`, in this process, which has imported all that it needs and keeps what it lowers."""
+
+  def main(module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    for name, value in environment.items():
+      monkeypatch.setenv(name, value)
+    with Context(DEV=environment.get("DEV", "CPU")):
+      status = importlib.import_module(f"uopattn.{module}").main()
+    return subprocess.CompletedProcess(words, status, *capsys.readouterr())
+
+  return main
 
 
 def test_prints_what_ran_and_that_it_is_right() -> None:
@@ -56,8 +76,8 @@ def test_prints_what_ran_and_that_it_is_right() -> None:
 
 @pytest.mark.kinds(shard=("heads",))
 @pytest.mark.parametrize("shard", ["heads", "sequence"])
-def test_two_devices(shard: str) -> None:
-  done = program("run", "GPUS=2", f"SHARD={shard}", "N=64", "D=16", "H=2", "CNT=1", "CAUSAL=1", "DTYPE=float")
+def test_two_devices(shard: str, called: Program) -> None:
+  done = called("run", "GPUS=2", f"SHARD={shard}", "N=64", "D=16", "H=2", "CNT=1", "CAUSAL=1", "DTYPE=float")
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith("device   2 x CPU")
   assert "flash attention is correct!" in done.stdout
@@ -68,8 +88,8 @@ def test_devices_that_do_not_divide_the_problem() -> None:
     prepare(Config(gpus=3, shard="heads", h=4))
 
 
-def test_keys_as_environment_variables_and_a_json_record(tmp_path: Path) -> None:
-  done = program(
+def test_keys_as_environment_variables_and_a_json_record(tmp_path: Path, called: Program) -> None:
+  done = called(
     "run", "CNT=1", f"JSON={tmp_path}/r.json", B="2", H="4", HKV="2", N="40", M="30", D="16", DV="8", CAUSAL="1"
   )
   assert done.returncode == 0, done.stderr
@@ -85,14 +105,14 @@ def test_keys_as_environment_variables_and_a_json_record(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_input_from_a_file_keeps_its_dtype(tmp_path: Path) -> None:
+def test_input_from_a_file_keeps_its_dtype(tmp_path: Path, called: Program) -> None:
   path = f"{tmp_path}/qkv.safetensors"
   safe_save(dict(zip("qkv", qkv(1, 4, 2, 33, 33, 16, 16, dtypes.bfloat16), strict=True)), path)
-  done = program("run", f"INPUT={path}", "CAUSAL=1", "CNT=1")
+  done = called("run", f"INPUT={path}", "CAUSAL=1", "CNT=1")
   assert done.returncode == 0, done.stderr
   assert f"B=1 H=4 HKV=2 M=33 N=33 D=16 DV=16 bfloat16 causal from {path}" in done.stdout
   assert "flash attention is correct!" in done.stdout
-  assert "DV=16 half causal" in program("run", f"INPUT={path}", "CAUSAL=1", "CNT=1", "DTYPE=half").stdout
+  assert "DV=16 half causal" in called("run", f"INPUT={path}", "CAUSAL=1", "CNT=1", "DTYPE=half").stdout
 
 
 @pytest.mark.parametrize(
@@ -141,8 +161,8 @@ SMALL = ("N=20", "D=8", "H=1", "CNT=1")
     ((*SMALL, "JSON=/"), "CPU", "JSON=/ is a folder"),
   ],
 )
-def test_one_line_and_exit_status_2(words: tuple[str, ...], device: str, message: str) -> None:
-  done = program("run", *words, DEV=device)
+def test_one_line_and_exit_status_2(words: tuple[str, ...], device: str, message: str, called: Program) -> None:
+  done = called("run", *words, DEV=device)
   assert (done.returncode, done.stdout) == (2, "")
   assert len(done.stderr.splitlines()) == 1
   assert done.stderr.startswith("uopattn.run: ")
@@ -217,8 +237,8 @@ def test_misspelt_keys_in_the_environment_are_named(capsys: pytest.CaptureFixtur
 
 @pytest.mark.kinds(device=("EMU::gfx942",))
 @pytest.mark.parametrize("device", ["EMU", "EMU::gfx942"])
-def test_an_emulated_run_says_so(device: str) -> None:
-  done = program("run", *SMALL, DEV=device)
+def test_an_emulated_run_says_so(device: str, called: Program) -> None:
+  done = called("run", *SMALL, DEV=device)
   assert done.returncode == 0, done.stderr
   assert done.stdout.splitlines()[0] == f"device   EMU {'gfx1100' if device == 'EMU' else 'gfx942'}, emulated"
 
@@ -253,8 +273,8 @@ def test_an_output_that_is_not_written_is_wrong(
   assert "160 elements NaN or infinite" in capsys.readouterr().out
 
 
-def test_no_verification_no_verdict() -> None:
-  done = program("run", "N=20", "H=1", "D=8", "CNT=1", "VERIFY=0")
+def test_no_verification_no_verdict(called: Program) -> None:
+  done = called("run", "N=20", "H=1", "D=8", "CNT=1", "VERIFY=0")
   assert done.returncode == 0
   assert "correct" not in done.stdout
 
@@ -305,15 +325,15 @@ INFO = {
 
 @pytest.mark.kinds(device=("CPU",))
 @pytest.mark.parametrize("device", INFO)
-def test_info_names_device_compiler_and_kernels(device: str) -> None:
-  done = program("info", DEV=device, UOPATTN_AMX="0")  # which an emulated CPU does not heed
+def test_info_names_device_compiler_and_kernels(device: str, called: Program) -> None:
+  done = called("info", DEV=device, UOPATTN_AMX="0")  # which an emulated CPU does not heed
   assert (done.returncode, done.stderr) == (2 if device == "CPUU" else 0, "")
   for start in INFO[device]:
     assert any(line.startswith(start) for line in done.stdout.splitlines()), start
 
 
-def test_info_without_a_compiler(tmp_path: Path) -> None:
-  done = program("info", DEV="EMU", CC=str(tmp_path / "clang"))
+def test_info_without_a_compiler(tmp_path: Path, called: Program) -> None:
+  done = called("info", DEV="EMU", CC=str(tmp_path / "clang"))
   assert (done.returncode, done.stderr) == (0, "")
   assert "compiler   none: CC='" in done.stdout
   assert "kernel     amd_forward: serves float, half, bfloat16" in done.stdout
