@@ -17,7 +17,7 @@ from tinygrad.renderer import Estimates
 from uopattn.dsl import sizes
 from uopattn.dsl.instruction import typed
 from uopattn.kernels.choose import count_chosen, count_dtype, list_keys
-from uopattn.plan.dispatch import launch_on
+from uopattn.plan.dispatch import NoKernel, backward_on, launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import backward_launches, by_kernels, by_reference, of_inputs
 from uopattn.plan.launch import Launch
@@ -80,6 +80,15 @@ class Sparse:
     wanted: Collection[str],
   ) -> list[Tensor | None]:
     q, k, v = (operands[name] for name in "qkv")
+    try:
+      launches = backward_on(self.spec, self.device)
+    except NoKernel:
+      pass
+    else:
+      own, of_sequences = replace(arguments, indices=self._listed(arguments)), [None if x is None else as_sequences(x) for x in (*results, *grads)]
+      residuals = Residuals.of(self.spec, as_sequences(q), k, v, *of_sequences)
+      dq, dk, dv = by_kernels(launches, residuals, own)
+      return [self._by_batches(dq), dk, dv, *of_inputs(residuals, arguments, wanted)]
     N, top_k, heads = sizes(k)[2], self.spec.N, sizes(self._indices(arguments))[1]
     chosen = _new((sizes(k)[0], heads, self.M, N), self.device, count_dtype(top_k))
     spec = replace(make_spec(q, k, v, self._over_all_keys(arguments, chosen)), return_lse=True)

@@ -1,7 +1,7 @@
 """What the CPU kernels of the backward pass share: blocks of queries, their row sums, and the gradients of scores."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from uopattn.dsl.cpu.mainloop import KeyTile, KeyTiles, Tile
 from uopattn.dsl.cpu.register_blocks import accumulate, even, register_blocks, zeros
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.math import LOG2E, exp2
-from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.head_view import Chosen, HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.scope import Scope, clamp, gated, sizes
 
@@ -26,6 +26,7 @@ class Block:
     axes: the axes around it: work items, and their blocks.
     kv_head: the key head of the item.
     head: its query head.
+    member: the number of that among the query heads of the key head.
     row, end: it has the rows `row` to `end` - 1 of the head; the other lanes are idle.
     busy: whether it exists. An item's last one may not.
   """
@@ -33,6 +34,7 @@ class Block:
   axes: tuple[UOp, ...]
   kv_head: UOp
   head: UOp
+  member: UOp
   row: UOp
   end: UOp
   busy: UOp
@@ -44,6 +46,14 @@ class Block:
 
   def exists(self, m: UOp) -> UOp:
     return self.row + m < self.end
+
+  def of_sequences(self, chosen: Chosen) -> "Block":
+    """The block if query heads are sequences, each one query whose heads are packed; see `Chosen`."""
+    return replace(self, head=chosen.head(self.kv_head, self.member))
+
+  def if_any(self, length: UOp) -> "Block":
+    """The block if it has any key; else one of idle lanes, for which nothing is read."""
+    return replace(self, end=(length > 0).where(self.end, 0))
 
   def key_tiles(self, rules: Rules, block_m: int, block_n: int) -> KeyTiles:
     """The tiles of `block_n` keys that it sees."""
@@ -78,9 +88,9 @@ def block_of(item: UOp, number: UOp, blocks: int, group: int, M: int, block_m: i
   """
   place, a_head = number * parts + item % parts, blocks // group
   busy, place = place < blocks, clamp(place, 0, blocks - 1)
-  kv_head = item // parts
-  head, end = kv_head * group + place // a_head, busy.where(UOp.const(M), 0)
-  return Block((item, number), kv_head, head, place % a_head * block_m, end, busy)
+  kv_head, member = item // parts, place // a_head
+  head, end = kv_head * group + member, busy.where(UOp.const(M), 0)
+  return Block((item, number), kv_head, head, member, place % a_head * block_m, end, busy)
 
 
 def load_row_sums(s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, rules: Rules) -> tuple[UOp, UOp]:
