@@ -95,7 +95,7 @@ def put_queries(to: UOp, part: UOp, first: UOp) -> UOp:
 
   Args:
     to: (B, M, width), the output.
-    part: (B, count, width), in any dtype: those of the queries from `first` on. What would be past the last is left out.
+    part: (B, count, width), in any dtype: those of queries from `first` on. Those from M on are left out.
     first: (1,) int32.
   """
   (B, M, width), count, s = sizes(to), sizes(part)[1], Scope()

@@ -19,7 +19,7 @@ from uopattn.dsl import sizes
 from uopattn.kernels.choose import count_dtype
 from uopattn.kernels.chosen_gradients import add_rows, find_chosen, list_choosers, put_queries
 from uopattn.plan.gradient import backward_launches, by_kernels, of_scores, weights_of
-from uopattn.plan.launch import empty, run_graph, zero_after
+from uopattn.plan.launch import Launch, empty, run_graph, zero_after
 from uopattn.plan.reference import chosen_rows, scores_of
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.spec.arguments import Arguments
@@ -66,10 +66,12 @@ class ChosenRows:
     s = self.whole
     dq = self._new(self.B, self.M, s.spec.Hq * s.spec.Dk, dtype=s.q.dtype)
     sums = [Tensor.zeros(*sizes(x), dtype=dtypes.float32, device=self.device).contiguous() for x in (s.k, s.v)]
-    first, launches, results = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous(), None, {}
+    first = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous()
+    launches: tuple[Launch, ...] = ()
+    results: dict[str, list[Tensor]] = {}  # chunks share their memory
     for begin in range(0, self.M, self.count):
       if begin:
-        first = (first + zero_after(dq, *sums) + self.count).contiguous()  # chunks share their memory
+        first = (first + zero_after(dq, *sums) + self.count).contiguous()
       part, table, counts, arguments = self._chunk(first)
       launches = launches or backward_launches(part.spec, self.device, backend) or ()
       found = by_kernels(launches, part, arguments, results) if launches else by_ops(part, arguments)
@@ -109,8 +111,8 @@ class ChosenRows:
     pairs, number = (self.B, heads, self.count, N), count_dtype(top_k)
     chosen, slots = self._new(*pairs, dtype=number), self._new(*pairs)
     chosen, slots = run_graph(find_chosen, self.device, [chosen, slots], [table, counts], no_further)
-    lists = self._new(*pairs), self._new(*pairs, dtype=number), self._new(self.B, heads, N)
-    lists = run_graph(list_choosers, self.device, lists, [chosen, slots], no_further, top_k=top_k)
+    outputs = self._new(*pairs), self._new(*pairs, dtype=number), self._new(self.B, heads, N)
+    lists = run_graph(list_choosers, self.device, outputs, [chosen, slots], no_further, top_k=top_k)
     return [
       run_graph(add_rows, self.device, [x], [part.squeeze(1).contiguous(), *lists], no_further)[0]
       for x, part in zip(sums, parts, strict=True)

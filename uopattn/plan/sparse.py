@@ -117,8 +117,9 @@ class Sparse:
     launches = backward_on(self.spec, self.device) if self._on_cpu else ()
     self.launch()  # where kernels cannot read as many keys as there are, no others can
     q, k, v = (operands[name] for name in "qkv")
-    of_sequences = [None if x is None else as_sequences(x) for x in (*results, *grads)]
-    residuals, listed = Residuals.of(self.spec, as_sequences(q), k, v, *of_sequences), self._listed(arguments)
+    out, lse = map(as_sequences, results)
+    given = [None if x is None else as_sequences(x) for x in grads]
+    residuals, listed = Residuals.of(self.spec, as_sequences(q), k, v, out, lse, *given), self._listed(arguments)
     if self._on_cpu:
       dq, dk, dv = by_kernels(launches, residuals, replace(arguments, indices=listed))
     else:

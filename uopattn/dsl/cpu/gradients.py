@@ -26,7 +26,6 @@ class Block:
     axes: the axes around it: work items, and their blocks.
     kv_head: the key head of the item.
     head: its query head.
-    member: the number of that among the query heads of the key head.
     row, end: it has the rows `row` to `end` - 1 of the head; the other lanes are idle.
     busy: whether it exists. An item's last one may not.
   """
@@ -34,7 +33,6 @@ class Block:
   axes: tuple[UOp, ...]
   kv_head: UOp
   head: UOp
-  member: UOp
   row: UOp
   end: UOp
   busy: UOp
@@ -49,7 +47,7 @@ class Block:
 
   def of_sequences(self, chosen: Chosen) -> "Block":
     """The block if query heads are sequences, each one query whose heads are packed; see `Chosen`."""
-    return replace(self, head=chosen.head(self.kv_head, self.member))
+    return replace(self, head=chosen.head(self.kv_head, self.head - self.kv_head * chosen.queries))
 
   def if_any(self, length: UOp) -> "Block":
     """The block if it has any key; else one of idle lanes, for which nothing is read."""
@@ -88,9 +86,9 @@ def block_of(item: UOp, number: UOp, blocks: int, group: int, M: int, block_m: i
   """
   place, a_head = number * parts + item % parts, blocks // group
   busy, place = place < blocks, clamp(place, 0, blocks - 1)
-  kv_head, member = item // parts, place // a_head
-  head, end = kv_head * group + member, busy.where(UOp.const(M), 0)
-  return Block((item, number), kv_head, head, member, place % a_head * block_m, end, busy)
+  kv_head = item // parts
+  head, end = kv_head * group + place // a_head, busy.where(UOp.const(M), 0)
+  return Block((item, number), kv_head, head, place % a_head * block_m, end, busy)
 
 
 def load_row_sums(s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, rules: Rules) -> tuple[UOp, UOp]:
