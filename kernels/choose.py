@@ -1,8 +1,8 @@
 """What `attention_sparse` makes of the keys that each query has chosen, before the kernels of attention.
 
 `list_keys` moves the valid ones to the front of their list and counts them: pages of one key, in a sequence of that
-length. Kernels then read no memory for entries that name no key, and skip tiles without one. `count_chosen` gives the
-backward pass, which goes through all keys, how often each query has chosen each of them.
+length. Kernels then read no memory for entries that name no key, and skip tiles without one. `count_chosen` gives a
+backward pass through all keys how often each query has chosen each of them.
 
 Storage: on GPUs a workgroup of `THREADS` threads has one list. For `list_keys` each thread has entries next to each
 other, and the numbers of valid ones meet in local memory. For `count_chosen` each thread has every `THREADS`-th key and

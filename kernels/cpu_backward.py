@@ -15,6 +15,10 @@ head over all query heads that share it. No two threads add to the same sum, so 
 heads there are `parts` items per key head. Each takes every parts-th block of queries and keeps its own sums, which the
 caller adds up.
 
+With keys that queries have chosen (`Chosen`), a head of q has the heads of one query that share a key head, and a block
+has these heads in its lanes. A tile has rows from anywhere, copied to the stack. Its part of dK and dV is computed on
+the stack and then added row by row, as a query may have chosen a key twice.
+
 Speed on two cores of an AMD EPYC, float32, D=64: 371 to 439 GFLOP/s. scripts/results/KERNELS.md has more.
 """
 

@@ -1,8 +1,10 @@
 """Attention of queries that have each chosen their keys: by kernels or plain ops, with gradients.
 
 Each query is a sequence of its own, whose heads are rows of a tile, and its keys are pages of one key. So the forward
-pass is that of paged keys. The backward pass goes through all keys, for it must add up what queries give to a key: its
-kernels read how often a query has chosen a key, one or two bytes for each pair of them, as the factor of a weight.
+pass is that of paged keys. The backward pass must also add up what queries give to a key. On a CPU a kernel adds to the
+rows of chosen keys in order; for GPUs see `uopattn.plan.chosen_rows`. Where tiles of chosen keys would be mostly empty,
+or queries choose most keys, kernels go through all keys instead. They read how often a query has chosen a key, one or
+two bytes for each pair of them, as the factor of a weight.
 """
 
 import math

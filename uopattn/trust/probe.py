@@ -286,7 +286,7 @@ class Prepared:
     Tensor.realize(*found)
     dq, *of_keys = map(numpy, found)
     if self.arguments.indices is not None:
-      of_keys = [of_sequences(x, numpy(self.arguments.indices[0])) for x in of_keys]
+      of_keys = [of_sequences(x, self.arguments.indices[0].numpy()) for x in of_keys]
     return self.gradient_gate.reports(**dict(zip("qkv", (dq, *of_keys), strict=True)))
 
   def _of_bias(self) -> list[Report]:
