@@ -1,8 +1,8 @@
 """What `attention_sparse` makes of the keys that each query has chosen, before the kernels of attention.
 
 `list_keys` moves the valid ones to the front of their list and counts them: pages of one key, in a sequence of that
-length. Kernels then read no memory for entries that name no key, and skip tiles without one. `count_chosen` gives the
-backward pass, which goes through all keys, how often each query has chosen each of them.
+length. Kernels then read no memory for entries that name no key, and skip tiles without one. `count_chosen` gives a
+backward pass through all keys how often each query has chosen each of them.
 
 Storage: on GPUs a workgroup of `THREADS` threads has one list. For `list_keys` each thread has entries next to each
 other, and the numbers of valid ones meet in local memory. For `count_chosen` each thread has every `THREADS`-th key and
@@ -28,7 +28,7 @@ def count_dtype(top_k: int) -> DType:
   return dtypes.uchar if top_k < 256 else dtypes.ushort if top_k < 65536 else dtypes.uint
 
 
-def list_keys(table: UOp, counts: UOp, indices: UOp, lengths: UOp | None, *, keys: int, on_cpu: bool) -> UOp:
+def list_keys(table: UOp, counts: UOp, indices: UOp, lengths: UOp | None = None, *, keys: int, on_cpu: bool) -> UOp:
   """Build the kernel that lists the valid entries.
 
   Args:
@@ -86,11 +86,13 @@ def _before(s: Scope, place: UOp, thread: UOp) -> tuple[UOp, UOp]:
   return before.after(done), total.after(done)[0].load()
 
 
-def count_chosen(chosen: UOp, table: UOp, counts: UOp, *, on_cpu: bool) -> UOp:
+def count_chosen(chosen: UOp, table: UOp, counts: UOp, slots: UOp | None = None, *, on_cpu: bool) -> UOp:
   """Build the kernel that counts how often each query has chosen each key.
 
   Args:
     chosen: (B, heads, M, keys) of `count_dtype`, the output.
+    slots: (B, heads, M, keys) int32, an output if it is given: where a key is in the list of a query that has chosen
+      it, for the last time if it is there several times. Nothing is stored where it is not.
     table, counts: those of `list_keys`; sequence b * M + m is query m of batch b.
     on_cpu: whether it is for a CPU.
   """
@@ -107,9 +109,10 @@ def count_chosen(chosen: UOp, table: UOp, counts: UOp, *, on_cpu: bool) -> UOp:
   mine = all_of(j < counts.base[item].load(), (key % threads).eq(thread)).ne(0)
   memory = memory.after(j)
   more = memory[(begin + key).valid(mine)].load() + UOp.const(1, chosen.dtype)
-  return make_kernel(
-    f"count_chosen_{B}_{heads}_{M}_{keys}_{top_k}", axes, memory[(begin + key).valid(mine)].store(more).end(j)
-  )
+  stores = [memory[(begin + key).valid(mine)].store(more)]
+  if slots is not None:
+    stores.append(slots.base.after(j)[(begin + key).valid(mine)].store(j.cast(dtypes.int)))
+  return make_kernel(f"count_chosen_{B}_{heads}_{M}_{keys}_{top_k}", axes, UOp.group(*stores).end(j))
 
 
 def all_of(*conditions: UOp) -> UOp:

@@ -15,15 +15,20 @@ head over all query heads that share it. No two threads add to the same sum, so 
 heads there are `parts` items per key head. Each takes every parts-th block of queries and keeps its own sums, which the
 caller adds up.
 
+With keys that queries have chosen (`Chosen`), a head of q has the heads of one query that share a key head, and a block
+has these heads in its lanes. A tile has rows from anywhere, copied to the stack. Its part of dK and dV is computed on
+the stack and then added row by row, as a query may have chosen a key twice.
+
 Speed on two cores of an AMD EPYC, float32, D=64: 371 to 439 GFLOP/s. scripts/results/KERNELS.md has more.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from tinygrad import UOp
 from tinygrad.helpers import round_up
 
-from uopattn.dsl import Loop, Scope, gated, make_kernel, sizes
+from uopattn.dsl import Loop, Scope, clamp, gated, make_kernel, sizes
 from uopattn.dsl.cpu.gradients import (
   Block,
   Gradients,
@@ -34,9 +39,9 @@ from uopattn.dsl.cpu.gradients import (
   open_blocks,
   transpose,
 )
-from uopattn.dsl.cpu.mainloop import Tile, load_tile
+from uopattn.dsl.cpu.mainloop import KeyTile, Tile, load_tile
 from uopattn.dsl.cpu.register_blocks import accumulate, zeros
-from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.head_view import Chosen, HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Schedule
 
@@ -69,10 +74,15 @@ class Tiles:
     if self.block_m % self.lanes:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of lanes={self.lanes}")
 
-  def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
-    """Bytes of Q, dO, Q^T, dO^T, dQ^T, P, dS and a mask, and of the float32 tiles of K and V if these are widened."""
+  def stack_bytes(self, Dk: int, Dv: int, widen: bool, chosen: bool = False) -> int:
+    """Bytes of Q, dO, Q^T, dO^T, dQ^T, P, dS and a mask, and of float32 tiles of K and V.
+
+    Args:
+      widen: whether there are those, because K and V have fewer bits.
+      chosen: whether there are those, and as many of dK and dV, because the tile has keys that a query has chosen.
+    """
     rows = 2 * Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + 3 * self.block_n
-    return 4 * (rows * self.block_m + widen * (Dk + Dv) * self.block_n)
+    return 4 * (rows * self.block_m + (2 if chosen else widen) * (Dk + Dv) * self.block_n)
 
 
 def backward(
@@ -98,19 +108,23 @@ def backward(
   block_m, block_n = tiles.block_m, min(tiles.block_n, N)
   s = Scope()
   block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.parts)
+  read = block
+  if isinstance(rules.pages, Chosen):
+    block = block.of_sequences(rules.pages)
+    read = block.if_any(rules.at(block.head).length)
 
-  q_rows, do_rows = (load_rows(s, x, block, block_m, tiles.lanes) for x in (q, do))  # (block_m, D)
+  q_rows, do_rows = (load_rows(s, x, read, block_m, tiles.lanes) for x in (q, do))  # (block_m, D)
   q_t, do_t = (transpose(s, x, D, block.axes) for x, D in ((q_rows, Dk), (do_rows, Dv)))  # (D, block_m)
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, rules)
+  lse_i, delta_i = load_row_sums(s, lse, delta, read, block_m, rules)
   dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=block.axes)
 
   keys = block.key_tiles(rules, block_m, block_n)
   loop = keys.loop(s, *block.axes, busy=block.busy)
-  tile = keys.at(loop.index).with_mask(s, block.row, block_m, loop.axes)
-  k_tile, v_tile = (load_tile(s, HeadView.of(x, block.kv_head, keys.rules.length), tile, loop.axes) for x in (k, v))
+  tile = keys.at(loop.index).with_pages(s, loop.axes).with_mask(s, block.row, block_m, loop.axes)
+  k_tile, v_tile = (load_tile(s, rows_of(x, block, tile), tile, loop.axes) for x in (k, v))
   p, ds = recompute(s, k_tile, v_tile, q_t, do_t, Gradients(tile, block.row, lse_i, delta_i), tiles, loop)
-  dv_end = add_product(s, dv, block.item, tile.first, p, do_rows, tiles, loop)
-  dk_end = add_product(s, dk, block.item, tile.first, ds, q_rows, tiles, loop)
+  add = add_product if rules.pages is None else add_to_chosen
+  dv_end, dk_end = (add(s, *x, block, tile, tiles, loop) for x in ((dv, p, do_rows), (dk, ds, q_rows)))
   dq_end = multiply_ds_k(s, dq_t, k_tile, ds, tiles, loop)
   end = loop.end(dv_end, dk_end, dq_end)
 
@@ -140,18 +154,67 @@ def recompute(
   return p.after(end), ds.after(end)
 
 
-def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp, tiles: Tiles, loop: Loop) -> UOp:
-  """Compute dV += P^T dO or dK += dS^T Q: add left (block_n, block_m) right (block_m, D) to keys from `first` on."""
-  (block_n, block_m), D = sizes(left), sizes(out)[2]
+def rows_of(x: UOp, block: Block, tile: KeyTile) -> HeadView:
+  """The rows of k or v that a block reads."""
+  return HeadView.of(x, block.kv_head, tile.rules.length) if tile.rules.rules.pages is None else tile.rules.keys(x)
+
+
+def add_product(
+  s: Scope, out: UOp, left: UOp, right: UOp, block: Block, tile: KeyTile, tiles: Tiles, loop: Loop
+) -> UOp:
+  """Compute dV += P^T dO or dK += dS^T Q: add left (block_n, block_m) right (block_m, D) to the keys of the tile."""
   out = out.after(*loop.axes)
+
+  def add(key: UOp, r: int, d: UOp, x: UOp) -> UOp:
+    place = out[block.item, tile.first + key + r, d]
+    return place.store(place.load() + x)
+
+  return multiply_transposed(s, left, right, sizes(out)[2], add, tiles, loop)
+
+
+def add_to_chosen(
+  s: Scope, out: UOp, left: UOp, right: UOp, block: Block, tile: KeyTile, tiles: Tiles, loop: Loop
+) -> UOp:
+  """`add_product` where the tile has the keys that a query has chosen. They are added one by one: some may be the same.
+
+  A row past the last key adds 0 to that key.
+  """
+  (_, N, D), block_n, pages = sizes(out), sizes(left)[0], tile.rules.rules.pages
+  assert pages is not None
+  product = s.buffer(block_n, D)
+  to = product.after(*loop.axes)
+  product = product.after(
+    multiply_transposed(s, left, right, D, lambda key, r, d, x: to[key + r, d].store(x.load()), tiles, loop)
+  )
+  n, d = s.axis(block_n), s.axis(D)
+  row = pages.row(tile.rules.b, block.kv_head, tile.first + n, tile.rules.length)  # among those of all key heads
+  place = out.after(*loop.axes)[block.item, clamp(row - block.kv_head * N, 0, N - 1), d]
+  return place.store(place.load() + product[n, d].load()).end(d).end(n)
+
+
+def multiply_transposed(
+  s: Scope,
+  left: UOp,
+  right: UOp,
+  D: int,
+  store: Callable[[UOp, int, UOp, UOp], UOp],
+  tiles: Tiles,
+  loop: Loop,
+) -> UOp:
+  """Compute left (block_n, block_m) right (block_m, D).
+
+  Args:
+    right: with columns rounded up to whole vectors.
+    store: (first key of a register block, key of the register block, column, the element) -> its store.
+  """
+  block_n, block_m = sizes(left)
 
   def piece(key: UOp, keys: int, column: UOp, columns: int, axes: tuple[UOp, ...]) -> UOp:
     lanes = round_up(columns, tiles.lanes)  # columns past D are 0 and not stored
     acc = zeros(s, keys, lanes, (*loop.axes, *axes))
     acc = accumulate(s, acc, block_m, lanes, lambda r, m, d: left[key + r, m] * right[m, column + d])
     d = s.axis(columns)
-    places = [out[item, first + key + r, column + d] for r in range(keys)]
-    return UOp.group(*[place.store(place.load() + acc[r, d]) for r, place in enumerate(places)]).end(d)
+    return UOp.group(*[store(key, r, column + d, acc[r, d]) for r in range(keys)]).end(d)
 
   return cut(s, block_n, D, tiles, piece)
 
@@ -185,6 +248,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.backward(backward, DQ, DK_SUMS, DV_SUMS),),
   tiles=Tiles,
-  unsupported=("scales", "page_table", "indices"),
+  unsupported=("scales", "page_table"),
+  pack_gqa=lambda problem: problem.group if "indices" in problem.features else 1,
   mixed=True,
 )

@@ -218,103 +218,22 @@ def test_replay_with_other_indices() -> None:
     case.check(*step(case.q, case.k, case.v, case.indices))
 
 
-def of_oracle(case: Case, do: Array, dlse: Array, scale: float) -> tuple[Array, Array, Array]:
-  """Gradients by their definition, in float64."""
-  q, k, v = (numpy(x).astype(np.float64) for x in (case.q, case.k, case.v))
-  dq, dk, dv, group = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), q.shape[1] // k.shape[1]
-  lists = case.lists()
-  for b, h, m in np.ndindex(q.shape[:3]):
-    head, keys = h // group, lists[b][h // group][m]
-    if len(keys):
-      scores = k[b, head, keys] @ q[b, h, m] * scale
-      p = np.exp(scores - scores.max())
-      p /= p.sum()
-      dp = v[b, head, keys] @ do[b, h, m]
-      ds = p * (dp - p @ dp + dlse[b, h, m]) * scale
-      dq[b, h, m] = ds @ k[b, head, keys]
-      np.add.at(dk[b, head], keys, ds[:, None] * q[b, h, m])
-      np.add.at(dv[b, head], keys, p[:, None] * do[b, h, m])
-  return dq, dk, dv
-
-
-def gradients(case: Case, backend: str) -> tuple[list[Array], tuple[Array, Array, Array]]:
-  rng, (B, Hq, M, Dk) = np.random.default_rng(1), sizes(case.q)
-  do, dlse = (rng.standard_normal(x).astype(np.float32) for x in ((B, Hq, M, case.v.shape[3]), (B, Hq, M)))
-  leaves = [x.detach().clone().realize().is_param_() for x in (case.q, case.k, case.v)]
-  q, k, v = leaves
-  out, lse = attention_sparse(q, k, v, case.indices, enable_gqa=True, return_lse=True, backend=backend)
-  weights = [placed(x, dtypes.float32, case.device) for x in (do, dlse)]
-  ((out * weights[0]).sum() + (lse.isinf().where(0, lse) * weights[1]).sum()).backward()
-  found = [numpy(x.grad.realize()) for x in leaves if x.grad is not None]
-  return found, of_oracle(case, do, dlse, Dk**-0.5)
-
-
-@pytest.mark.parametrize("backend", ["kernel", "reference"])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_gradients(per_head: bool, backend: str) -> None:
-  for x, want in zip(*gradients(Case(per_head=per_head), backend), strict=True):
-    np.testing.assert_allclose(x, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())
-
-
-@pytest.mark.kinds(arch=("gfx942", "sm_80", "cl"))
-@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "apple9", "cl"])
-def test_gradients_on_gpus(arch: str) -> None:
-  with on(arch):
-    case = Case((1, 2, 1, 20, 40, 23, 16, 16), dtypes.float16, "EMU")
-    for x, want in zip(*gradients(case, "kernel"), strict=True):
-      np.testing.assert_allclose(x, want, rtol=0.02, atol=0.004 * np.abs(want).max())
-
-
-def test_many_duplicates_have_gradients() -> None:
-  """More of one key than a byte can count."""
-  case = Case((1, 2, 1, 2, 5, 300, 8, 8))
-  case.table[:] = 2
-  case.table[..., ::7] = 4
-  for x, want in zip(*gradients(case, "kernel"), strict=True):
-    np.testing.assert_allclose(x, want, rtol=1e-4, atol=4e-6 * np.abs(want).max())
-
-
-def test_gradient_of_sinks() -> None:
-  found = []
-  for backend in ("kernel", "reference"):
-    case, sinks = Case(), Tensor([0.5, -1.0, 2.0, 0.0]).is_param_()
-    attention_sparse(
-      case.q, case.k, case.v, case.indices, enable_gqa=True, sinks=sinks, backend=backend
-    ).square().sum().backward()
-    assert sinks.grad is not None
-    found.append(sinks.grad.numpy())
-  np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
-
-
-@pytest.mark.parametrize("mistake", ["counts", "entries", "duplicates"])
+@pytest.mark.parametrize("mistake", ["counts", "entries"])
 def test_mistakes_are_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  """A key too many, an entry that is another key's, and a duplicate that counts once."""
-  list_keys, count_chosen = choose.list_keys, choose.count_chosen
+  """A key too many, and an entry that is another key's."""
+  list_keys = choose.list_keys
 
   def wrong(*given: Any, keys: int, on_cpu: bool) -> Any:
-    return list_keys(*given, keys=keys - (mistake == "entries") * 2, on_cpu=on_cpu)
+    return list_keys(*given, keys=keys - 2, on_cpu=on_cpu)
 
   with on("sm_80"):
     case = Case((1, 2, 1, 2, 40, 23, 16, 16), dtypes.float16, "EMU")
     if mistake == "entries":
       monkeypatch.setattr("uopattn.plan.sparse.list_keys", wrong)
-      with pytest.raises(AssertionError):
-        case.check(*case.run())
-      return
-    if mistake == "counts":
+    else:
       monkeypatch.setattr(choose, "all_of", lambda *x: x[0].cast(dtypes.int))
-      with pytest.raises(AssertionError):
-        case.check(*case.run())
-      return
-
-    def once(chosen: Any, *given: Any, on_cpu: bool) -> Any:
-      graph = count_chosen(chosen, *given, on_cpu=on_cpu)
-      return graph.substitute({u: u.src[1] for u in graph.toposort() if u.op.name == "ADD" and u.dtype == dtypes.uchar})
-
-    monkeypatch.setattr("uopattn.plan.sparse.count_chosen", once)
-    found, wanted = gradients(case, "kernel")
-    right = (np.allclose(x, y, rtol=0.02, atol=0.004 * np.abs(y).max()) for x, y in zip(found, wanted, strict=True))
-    assert not all(right)
+    with pytest.raises(AssertionError):
+      case.check(*case.run())
 
 
 Q, K, I = Tensor.zeros(2, 4, 3, 8), Tensor.zeros(2, 2, 9, 8), Tensor.zeros(2, 1, 3, 5, dtype=dtypes.int)

@@ -86,10 +86,13 @@ def test_a_circle_and_a_way_up_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     test_no_circle()
 
 
+SHARED = ("append", "choose", "chosen_gradients", "combine", "delta", "sum_parts")  # by several devices
+
+
 def test_importing_the_package_loads_neither_kernels_of_a_device_nor_what_measures() -> None:
   code = "import sys, uopattn; print(*sorted(x for x in sys.modules))"
   loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
   kernels = {x for x in loaded if x.startswith("uopattn.kernels.")}
-  assert kernels == {f"uopattn.kernels.{x}" for x in ("append", "choose", "combine", "delta", "sum_parts")}
+  assert kernels == {f"uopattn.kernels.{x}" for x in SHARED}
   others = "numpy", "uopattn.measure", "uopattn.proof", "tinygrad.runtime.ops_cpu"
   assert [x for x in loaded if x.startswith(others)] == []

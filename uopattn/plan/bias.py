@@ -19,7 +19,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.bias import Bias, BiasWork, Places
 from uopattn.plan.dispatch import NoKernel, bias_launch, check_guards
-from uopattn.plan.launch import Launch
+from uopattn.plan.launch import Launch, zero_after
 from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
@@ -244,7 +244,7 @@ def _in_parts(
     given["dbias"] = [sums]
     part = look_up(summed(sums, BiasWork.of(spec, launch.tiles)), start)
     total = (part if total is None else total + part).contiguous()
-    zero = _zero(total)
+    zero = zero_after(total)
   assert total is not None
   return total
 
@@ -260,12 +260,6 @@ def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
   found = bias_launch(spec, target_of(device))
   check_guards((found,), device, backward=True)
   return found
-
-
-def _zero(x: Tensor) -> Tensor:
-  """Return a 0, (1,) int32, that tinygrad computes after x, without knowing that it is 0."""
-  sign = (x.reshape(-1)[:1].bitcast(dtypes.uint32) >> 31).contiguous()
-  return (sign > 1).cast(dtypes.int32)
 
 
 def summed(x: Tensor, work: BiasWork) -> Tensor:

@@ -275,7 +275,8 @@ def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch:
 
 def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
   """Return the launch that adds up `parts` sums of dK or of dV, whose rows have D columns, on a CPU."""
-  rows = AttentionSpec(spec.B, spec.Hkv, spec.Hkv, spec.N, spec.N, 1, D, spec.stored, 1.0)
+  B, heads, N = spec.kept
+  rows = AttentionSpec(B, heads, heads, N, N, 1, D, spec.stored, 1.0)
   return Launch(sum_parts.SCHEDULE, sum_parts.SCHEDULE.kernels[0], rows, splits=parts)
 
 

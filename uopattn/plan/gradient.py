@@ -66,11 +66,16 @@ def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tup
   try:
     return backward_on(spec, devices_of(device)[0])
   except NoKernel as error:
-    if backend == "kernel":
-      raise ValueError(f"backend='kernel': {error}") from error
-    for reason in error.reasons:
-      log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
+    refuse(error, backend)
     return None
+
+
+def refuse(error: NoKernel, backend: str) -> None:
+  """Say why there are no kernels for a gradient: raise ValueError if the backend is "kernel", else log it once."""
+  if backend == "kernel":
+    raise ValueError(f"backend='kernel': {error}") from error
+  for reason in error.reasons:
+    log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
 
 
 def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
@@ -196,9 +201,15 @@ def of_scores(residuals: Residuals, scores: Tensor, arguments: Arguments) -> Ten
   """Return the gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
   s, spec = residuals, residuals.spec
   groups = spec.B, spec.Hkv, spec.group, spec.M
-  p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).clip(max_=0).exp())
+  p = weights_of(residuals, scores)
   dp = s.do.float().reshape(*groups, spec.Dv) @ keys_of(s.v, arguments, values=True).unsqueeze(2).transpose(-1, -2)
   return p * (dropped(dp.reshape(scores.shape), spec, arguments) - s.delta.unsqueeze(-1))
+
+
+def weights_of(residuals: Residuals, scores: Tensor) -> Tensor:
+  """Return the weights of the values before dropout, (B, Hq, M, N) float32, in plain ops."""
+  lse = residuals.lse.unsqueeze(-1)
+  return lse.eq(-math.inf).where(0, (scores - lse).clip(max_=0).exp())
 
 
 def by_reference(

@@ -11,7 +11,7 @@ from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl import as_type
+from uopattn.dsl import as_type, sizes
 from uopattn.dsl.instruction import typed
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.head_view import Chosen, Pages, Scales
@@ -195,6 +195,42 @@ def empty(x: Input, device: Devices) -> Tensor:
   if in_function():
     return Tensor.invalids(*x.shape, device=device, dtype=x.dtype)
   return Tensor(UOp.new_buffer(device, math.prod(x.shape), x.dtype).reshape(x.shape))
+
+
+def zero_after(*xs: Tensor) -> Tensor:
+  """Return a 0, (1,) int32, that tinygrad computes after all xs, without knowing that it is 0."""
+  signs = [(x.reshape(-1)[:1].float().bitcast(dtypes.uint32) >> 31).contiguous() for x in xs]
+  return (sum(signs[1:], signs[0]) > len(xs)).cast(dtypes.int32)
+
+
+def run_graph(
+  build: Callable[..., UOp],
+  device: str,
+  outputs: Sequence[Tensor],
+  inputs: Sequence[Tensor],
+  gradient: Gradient | None = None,
+  **options: int,
+) -> list[Tensor]:
+  """Call a kernel that is no schedule's on buffers, and return its outputs.
+
+  Args:
+    build: returns the graph: build(*outputs, *inputs, **options).
+    outputs, inputs: contiguous; an output may be read too.
+  """
+  tensors = *outputs, *inputs
+  buffers = tuple((sizes(x), x.dtype) for x in tensors)
+  kernel = prepared(_built, device, build, buffers, tuple(options.items()))
+  call = kernel.call(*(x.uop for x in tensors), grad_fxn=gradient)
+  return [Tensor(x.uop.after(call)) for x in outputs]
+
+
+def _built(
+  build: Callable[..., UOp], buffers: Sequence[tuple[tuple[int, ...], DType]], options: tuple[tuple[str, int], ...]
+) -> tuple[UOp, Estimates]:
+  places = [UOp.placeholder(shape, dtype, slot) for slot, (shape, dtype) in enumerate(buffers)]
+  moved = sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+  largest = max(math.prod(shape) for shape, _ in buffers)
+  return typed(build(*places, **dict(options))), Estimates(largest, moved, moved)
 
 
 def rules_of(

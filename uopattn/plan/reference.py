@@ -89,10 +89,17 @@ def _chosen(x: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
 
   They are 0 where an entry names no key.
   """
-  (batches, heads, keys, D), B = sizes(x), sizes(indices[0])[0]
+  return _is_chosen(indices, sizes(x)[2]).unsqueeze(-1).where(chosen_rows(x, indices[0]), 0)
+
+
+def chosen_rows(x: Tensor, table: Tensor) -> Tensor:
+  """Gather the rows of (batches, Hkv, keys, D) that a table (B, Hkv or 1, N) names, as (B, Hkv, N, D).
+
+  An entry that names no key reads some row.
+  """
+  (batches, heads, keys, D), B = sizes(x), sizes(table)[0]
   first = Tensor.arange(B).reshape(B, 1, 1) // (B // batches) * heads + Tensor.arange(heads).reshape(1, heads, 1)
-  rows = x.reshape(-1, D)[first * keys + indices[0].clip(0, keys - 1)]
-  return _is_chosen(indices, keys).unsqueeze(-1).where(rows, 0)
+  return x.reshape(-1, D)[first * keys + table.clip(0, keys - 1)]
 
 
 def _is_chosen(indices: tuple[Tensor, ...], keys: int) -> Tensor:

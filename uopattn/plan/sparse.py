@@ -1,34 +1,36 @@
 """Attention of queries that have each chosen their keys: by kernels or plain ops, with gradients.
 
 Each query is a sequence of its own, whose heads are rows of a tile, and its keys are pages of one key. So the forward
-pass is that of paged keys. The backward pass goes through all keys, for it must add up what queries give to a key: its
-kernels read how often a query has chosen a key, one or two bytes for each pair of them, as the factor of a weight.
+pass is that of paged keys. The backward pass must also add up what queries give to a key. On a CPU a kernel adds to the
+rows of chosen keys in order; for GPUs see `uopattn.plan.chosen_rows`. Where tiles of chosen keys would be mostly empty,
+or queries choose most keys, kernels go through all keys instead. They read how often a query has chosen a key, one or
+two bytes for each pair of them, as the factor of a weight.
 """
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.renderer import Estimates
+from tinygrad.helpers import round_up
 
 from uopattn.dsl import sizes
-from uopattn.dsl.instruction import typed
 from uopattn.kernels.choose import count_chosen, count_dtype, list_keys
-from uopattn.plan.dispatch import launch_on
+from uopattn.plan.chosen_rows import ChosenRows
+from uopattn.plan.dispatch import NoKernel, backward_on, launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import backward_launches, by_kernels, by_reference, of_inputs
-from uopattn.plan.launch import Launch
+from uopattn.plan.gradient import by_kernels, by_reference, of_inputs, refuse
+from uopattn.plan.launch import Launch, empty, run_graph
 from uopattn.plan.reference import reference
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
-from uopattn.runtime.function import in_function
-from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.layout import in_memory, layout_of
-from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.spec.layout import Layout, base_of, contiguous_strides, in_memory, layout_of
+from uopattn.spec.spec import AttentionSpec, Input, make_spec
+
+GPU_ROWS = 64  # of a tile of queries
+MOST_BYTES = 1 << 30  # of numbers for all pairs of query and key
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ class Sparse:
     """
     assert arguments.indices is not None
     table = arguments.indices[0]
-    listed = replace(arguments, indices=(table, _new(sizes(table)[:2], str(q.device))))
+    listed = replace(arguments, indices=(table, new(sizes(table)[:2], str(q.device))))
     return cls(replace(make_spec(as_sequences(q), k, v, listed), return_lse=True), sizes(q)[2], str(q.device))
 
   def launch(self) -> Launch:
@@ -79,19 +81,72 @@ class Sparse:
     backend: str,
     wanted: Collection[str],
   ) -> list[Tensor | None]:
+    ways = [] if backend == "reference" else [self._of_chosen, self._of_all_keys]
+    for way in ways if self.gathers else reversed(ways):
+      try:
+        return way(results, operands, grads, arguments, backend, wanted)
+      except NoKernel as error:
+        failure = error
+    if ways:
+      refuse(failure, backend)
+    q, k, v = (operands[name] for name in "qkv")
+    of_sequences = [None if x is None else as_sequences(x) for x in grads]
+    dq, *others = by_reference(self.spec, as_sequences(q), k, v, arguments, of_sequences)
+    return [None if dq is None else self._by_batches(dq), *others]
+
+  @property
+  def gathers(self) -> bool:
+    """Whether gradients are expected to be faster by the keys that queries have chosen than by all keys.
+
+    A query's tile has the heads of a group only, and rows in any order take twice the time.
+    """
+    s, target = self.spec, target_of(self.device)
+    lanes = target.vector.lanes if self._on_cpu else GPU_ROWS
+    batches, heads, N = s.kept
+    numbers = batches * heads * self.M * N * count_dtype(s.N).itemsize
+    return numbers > MOST_BYTES or 2 * s.N * round_up(s.group, lanes) <= N * s.group
+
+  def _of_chosen(
+    self,
+    results: Sequence[Tensor],
+    operands: dict[str, Tensor],
+    grads: Sequence[Tensor | None],
+    arguments: Arguments,
+    backend: str,
+    wanted: Collection[str],
+  ) -> list[Tensor | None]:
+    """Compute the gradients from the keys that queries have chosen. Raises NoKernel."""
+    launches = backward_on(self.spec, self.device) if self._on_cpu else ()
+    self.launch()  # where kernels cannot read as many keys as there are, no others can
+    q, k, v = (operands[name] for name in "qkv")
+    out, lse = map(as_sequences, results)
+    given = [None if x is None else as_sequences(x) for x in grads]
+    residuals, listed = Residuals.of(self.spec, as_sequences(q), k, v, out, lse, *given), self._listed(arguments)
+    if self._on_cpu:
+      dq, dk, dv = by_kernels(launches, residuals, replace(arguments, indices=listed))
+    else:
+      dq, dk, dv = ChosenRows(residuals, listed, arguments, self.M).gradients(backend)
+    return [self._by_batches(dq), dk, dv, *of_inputs(residuals, arguments, wanted)]
+
+  def _of_all_keys(
+    self,
+    results: Sequence[Tensor],
+    operands: dict[str, Tensor],
+    grads: Sequence[Tensor | None],
+    arguments: Arguments,
+    backend: str,
+    wanted: Collection[str],
+  ) -> list[Tensor | None]:
+    """Compute the gradients by kernels over all keys, with 0 for those that nobody has chosen. Raises NoKernel."""
     q, k, v = (operands[name] for name in "qkv")
     N, top_k, heads = sizes(k)[2], self.spec.N, sizes(self._indices(arguments))[1]
-    chosen = _new((sizes(k)[0], heads, self.M, N), self.device, count_dtype(top_k))
-    spec = replace(make_spec(q, k, v, self._over_all_keys(arguments, chosen)), return_lse=True)
-    launches = backward_launches(spec, self.device, backend)
-    if launches is None:
-      of_sequences = [None if x is None else as_sequences(x) for x in grads]
-      dq, *others = by_reference(self.spec, as_sequences(q), k, v, arguments, of_sequences)
-      return [None if dq is None else self._by_batches(dq), *others]
-    given = chosen, *self._listed(arguments)
-    kernel = prepared(_counting, self.device, sizes(chosen), top_k, target_of(self.device).device == "CPU")
-    call = kernel.call(*(x.uop for x in given), grad_fxn=no_further)
-    own = self._over_all_keys(arguments, Tensor(chosen.uop.after(call)))
+    chosen = new((sizes(k)[0], heads, self.M, N), self.device, count_dtype(top_k))
+    (chosen,) = run_graph(count_chosen, self.device, [chosen], self._listed(arguments), no_further, on_cpu=self._on_cpu)
+    used = chosen.max(2).ne(0).unsqueeze(-1).contiguous()
+    k, v = (used.where(x, 0).contiguous() for x in (k, v))
+    own = self._over_all_keys(arguments, chosen)
+    spec = replace(make_spec(q, k, v, own), return_lse=True)
+    launches = backward_on(spec, self.device)
     out, lse = results
     out = out if spec.layout("o") is not None else out.contiguous()
     residuals = Residuals.of(spec, q, k, v, out, lse.contiguous(), *grads)
@@ -111,17 +166,17 @@ class Sparse:
   def _listed(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Return the `indices` that kernels take."""
     assert arguments.indices is not None
-    table = self._indices(arguments)
-    shape, keys, on_cpu = (
-      sizes(table),
-      cast(tuple[int, int], self.spec.pages)[1],
-      target_of(self.device).device == "CPU",
+    table, *lengths = map(in_memory, arguments.indices)
+    outputs = new(sizes(table), self.device), new(sizes(table)[:2], self.device)
+    keys = self.spec.kept[2]
+    table, counts = run_graph(
+      list_keys, self.device, outputs, (table, *lengths), no_further, keys=keys, on_cpu=self._on_cpu
     )
-    outputs = _new(shape, self.device), _new(shape[:2], self.device)
-    kernel = prepared(_listing, self.device, shape, len(arguments.indices) > 1, keys, on_cpu)
-    call = kernel.call(*(x.uop for x in (*outputs, *map(in_memory, arguments.indices))), grad_fxn=no_further)
-    table, counts = (Tensor(x.uop.after(call)) for x in outputs)
     return table, counts
+
+  @property
+  def _on_cpu(self) -> bool:
+    return target_of(self.device).device == "CPU"
 
   def _indices(self, arguments: Arguments) -> Tensor:
     assert arguments.indices is not None
@@ -138,30 +193,13 @@ def as_sequences(x: Tensor) -> Tensor:
   B, heads, M, *width = sizes(x)
   x = x.transpose(1, 2)
   found = x.reshape(B * M, heads, 1, *width)
-  return found if layout_of(found.uop) is not None else x.contiguous().reshape(found.shape)
+  layout = layout_of(found.uop)
+  if layout is None:
+    return x.contiguous().reshape(found.shape)
+  in_order = layout == Layout(math.prod(sizes(found)), 0, contiguous_strides(sizes(found)))
+  return Tensor(base_of(found.uop)).reshape(found.shape) if in_order else found
 
 
-def _new(shape: Sequence[int], device: str, dtype: DType = dtypes.int) -> Tensor:
-  return (
-    Tensor.invalids(*shape, device=device, dtype=dtype)
-    if in_function()
-    else Tensor.empty(*shape, device=device, dtype=dtype)
-  )
-
-
-def _listing(shape: tuple[int, int, int], has_lengths: bool, keys: int, on_cpu: bool) -> tuple[UOp, Estimates]:
-  shapes = [shape, shape[:2], shape] + [shape[:1]] * has_lengths
-  table, counts, *given = (UOp.placeholder(x, dtypes.int, slot) for slot, x in enumerate(shapes))
-  lengths = given[1] if has_lengths else None
-  count = math.prod(shape)
-  return typed(list_keys(table, counts, given[0], lengths, keys=keys, on_cpu=on_cpu)), Estimates(
-    count, 8 * count, 8 * count
-  )
-
-
-def _counting(shape: tuple[int, int, int, int], top_k: int, on_cpu: bool) -> tuple[UOp, Estimates]:
-  B, heads, M, _ = shape
-  given = [(shape, count_dtype(top_k)), ((B * M, heads, top_k), dtypes.int), ((B * M, heads), dtypes.int)]
-  chosen, table, counts = (UOp.placeholder(*x, slot) for slot, x in enumerate(given))
-  moved = sum(math.prod(x) * dtype.itemsize for x, dtype in given)
-  return typed(count_chosen(chosen, table, counts, on_cpu=on_cpu)), Estimates(B * M * heads * top_k, moved, moved)
+def new(shape: Sequence[int], device: str, dtype: DType = dtypes.int) -> Tensor:
+  """Return a new output."""
+  return empty(Input("", tuple(shape), dtype), device)

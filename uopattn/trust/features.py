@@ -294,6 +294,12 @@ def _indices(x: Inputs, detail: str) -> None:
   x.k, x.v = (pooled(y, old.dtype) for y, old in zip(x.memory, (x.k, x.v), strict=True))
 
 
+def of_sequences(pool: Array, table: Array) -> Array:
+  """The keys, (B, Hkv, N, D), that sequences have chosen from one batch by (B, 1, N), each of them once."""
+  B, _, N = table.shape
+  return pool[0][:, table.reshape(-1)].reshape(-1, B, N, pool.shape[-1]).swapaxes(0, 1)
+
+
 FEATURES: dict[str, Callable[[Inputs, str], None]] = {
   "values_in_keys": _nothing,
   "heads_last": _nothing,

@@ -28,7 +28,7 @@ from uopattn.runtime.prepare import compiler
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
-from uopattn.trust.features import NAMED, Inputs, Sizes, slopes
+from uopattn.trust.features import NAMED, Inputs, Sizes, of_sequences, slopes
 
 DETAILS = {"window", "attn_mask", "q_start", "kv_lengths", "page_table"}  # features that have one
 MOST_BATCHES, MOST_HEADS = 2, 2  # batches, and key heads, of a probe
@@ -284,7 +284,10 @@ class Prepared:
     """Check the gradients, given the output and the LSE of the oracle."""
     found = by_kernels(self.launches, self._residuals(*self._oracle()), self.arguments, self._poisoned(self.launches))
     Tensor.realize(*found)
-    return self.gradient_gate.reports(**{name: numpy(y) for name, y in zip("qkv", found, strict=True)})
+    dq, *of_keys = map(numpy, found)
+    if self.arguments.indices is not None:
+      of_keys = [of_sequences(x, self.arguments.indices[0].numpy()) for x in of_keys]
+    return self.gradient_gate.reports(**dict(zip("qkv", (dq, *of_keys), strict=True)))
 
   def _of_bias(self) -> list[Report]:
     """Check the gradient of a bias, given the LSE and the delta of the oracle."""

@@ -1,7 +1,7 @@
 """What the CPU kernels of the backward pass share: blocks of queries, their row sums, and the gradients of scores."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from uopattn.dsl.cpu.mainloop import KeyTile, KeyTiles, Tile
 from uopattn.dsl.cpu.register_blocks import accumulate, even, register_blocks, zeros
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.math import LOG2E, exp2
-from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.head_view import Chosen, HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.scope import Scope, clamp, gated, sizes
 
@@ -44,6 +44,14 @@ class Block:
 
   def exists(self, m: UOp) -> UOp:
     return self.row + m < self.end
+
+  def of_sequences(self, chosen: Chosen) -> "Block":
+    """The block if query heads are sequences, each one query whose heads are packed; see `Chosen`."""
+    return replace(self, head=chosen.head(self.kv_head, self.head - self.kv_head * chosen.queries))
+
+  def if_any(self, length: UOp) -> "Block":
+    """The block if it has any key; else one of idle lanes, for which nothing is read."""
+    return replace(self, end=(length > 0).where(self.end, 0))
 
   def key_tiles(self, rules: Rules, block_m: int, block_n: int) -> KeyTiles:
     """The tiles of `block_n` keys that it sees."""

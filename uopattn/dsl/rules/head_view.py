@@ -99,6 +99,10 @@ class Chosen(Pages):
     heads, most = sizes(self.table)[1:]
     return clamp(self.counts.base[b * heads + (head if heads > 1 else 0)].load().cast(dtypes.weakint), 0, most)
 
+  def head(self, kv_head: UOp, query: UOp) -> UOp:
+    """The head, numbered through all sequences, of a query of a key head's batch."""
+    return (kv_head // self.heads * self.queries + query) * self.heads + kv_head % self.heads
+
   def row(self, b: UOp, head: UOp, key: UOp, length: UOp) -> UOp:
     if self.tile is not None:
       return self._found(key).cast(dtypes.weakint)

@@ -108,11 +108,13 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
   p, lanes, many = problem, target.vector.lanes, target.vector.registers >= 32
 
   def make(block_m: int, block_n: int, vectors: int, unroll: int) -> Backward:
-    parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
+    kv_heads = p.kept[0] * p.kept[1]
+    parts = parts_of(kv_heads, p.heads // kv_heads * ceildiv(p.M, block_m), target.threads)
     return Backward(block_m, block_n, unroll, vectors, lanes, parts)
 
   def needed(block_m: int, block_n: int) -> int:
-    return Backward(block_m, block_n, 1, 1, lanes).stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4)
+    tiles = Backward(block_m, block_n, 1, 1, lanes)
+    return tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4, "indices" in p.features)
 
   # 64 columns of Q^T or dO^T, read for every strip of keys, exceed the first-level cache
   large = max(p.Dk, p.Dv) > 192

@@ -1,0 +1,171 @@
+"""The backward pass of `attention_sparse` by chunks of queries, each with copies of the keys that it has chosen.
+
+In a chunk, each query of each key head is an attention of its own: its query heads are the queries, and the keys that
+it has chosen are the keys. Any kernels for gradients serve that, and plain ops where there are none. They leave a row
+of dK and of dV for each pair of query and chosen key, which `uopattn.kernels.chosen_gradients` adds up by keys. So a
+chunk takes memory for its pairs, not for all, and time O(M top_k D); only the inverse lists of a chunk go by all pairs
+of query and key, one number each.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn.dsl import sizes
+from uopattn.dsl.cpu.register_blocks import even
+from uopattn.kernels.choose import count_dtype
+from uopattn.kernels.chosen_gradients import add_rows, find_chosen, list_choosers, put_queries
+from uopattn.plan.gradient import backward_launches, by_kernels, of_scores, weights_of
+from uopattn.plan.launch import Launch, empty, run_graph, zero_after
+from uopattn.plan.reference import chosen_rows, scores_of
+from uopattn.plan.residuals import Residuals, no_further
+from uopattn.spec.arguments import Arguments
+from uopattn.spec.spec import Input, make_spec
+
+GRADIENTS = "dq", "dk", "dv"
+CHUNK_BYTES = 1 << 30  # of copies and results of a chunk
+
+
+def chunk_size(M: int, each: int) -> int:
+  """Return the queries per chunk, of M, which take so many bytes each: evenly many, and at least one."""
+  return even(M, max(1, CHUNK_BYTES // each))
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenRows:
+  """A backward pass by chunks of queries.
+
+  Attributes:
+    whole: what it reads; each query is a sequence, (B * M, Hq, 1, ...), and k and v are (B, Hkv, N, ...).
+    listed: the valid keys of each query, and their number, as `list_keys` leaves them.
+    arguments: of the whole.
+    M: queries per batch.
+  """
+
+  whole: Residuals
+  listed: tuple[Tensor, Tensor]
+  arguments: Arguments
+  M: int
+
+  @property
+  def device(self) -> str:
+    return str(self.whole.q.device)
+
+  @property
+  def B(self) -> int:
+    return self.whole.spec.kept[0]
+
+  @functools.cached_property
+  def count(self) -> int:
+    """Queries per chunk and batch."""
+    s, heads = self.whole.spec, sizes(self.listed[0])[1]
+    rows = 2 * s.Hkv * s.N * (s.Dk + s.Dv) * s.dtype.itemsize
+    numbers = 2 * heads * s.kept[2] * (dtypes.int32.itemsize + count_dtype(s.N).itemsize)
+    return chunk_size(self.M, self.B * (rows + numbers))
+
+  def gradients(self, backend: str) -> list[Tensor]:
+    """Return dQ as sequences, dK and dV. Raises ValueError if no kernels serve a chunk and the backend is "kernel"."""
+    s, memory = self.whole, Memory(self.device)
+    dq = memory.new("whole", (self.B, self.M, s.spec.Hq * s.spec.Dk), s.q.dtype)
+    sums = [Tensor.zeros(*sizes(x), dtype=dtypes.float32, device=self.device).contiguous() for x in (s.k, s.v)]
+    first = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous()
+    launches: tuple[Launch, ...] = ()
+    for begin in range(0, self.M, self.count):
+      if begin:
+        first = (first + zero_after(dq, *sums) + self.count).contiguous()
+      part, listed, arguments = self._chunk(first, memory)
+      launches = launches or backward_launches(part.spec, self.device, backend) or ()
+      found = by_kernels(launches, part, arguments, memory.results()) if launches else by_ops(part, arguments)
+      found = [memory.keep(name, x) for name, x in zip(GRADIENTS, found, strict=True)]
+      rows = found[0].reshape(self.B, self.count, -1)
+      (dq,) = run_graph(put_queries, self.device, [dq], [rows, first], no_further)
+      sums = self._added(sums, found[1:], listed, memory)
+    of_keys = (x.cast(y.dtype) for x, y in zip(sums, (s.k, s.v), strict=True))
+    return [dq.reshape(*sizes(s.q)), *of_keys]
+
+  def _chunk(self, first: Tensor, memory: "Memory") -> tuple[Residuals, list[Tensor], Arguments]:
+    """Return the chunk of queries from `first` on, its lists with their lengths, and its arguments.
+
+    Queries past the last one have no keys.
+    """
+    s, Hkv = self.whole, self.whole.spec.Hkv
+    query = first + Tensor.arange(self.count, dtype=dtypes.int32)
+    batch = Tensor.arange(self.B, dtype=dtypes.int32).reshape(-1, 1)
+    sequence = (batch * self.M + query.minimum(self.M - 1)).reshape(-1)
+    exists = (query < self.M).expand(self.B, self.count).reshape(-1, 1)
+    table = memory.store("table", self.listed[0][sequence])
+    counts = memory.store("counts", exists.where(self.listed[1][sequence], 0))
+    has_keys = counts.max(1, keepdim=True) > 0
+
+    def take(name: str, x: Tensor) -> Tensor:
+      """The rows of the chunk, 0 for a query without keys: 0 times NaN is NaN."""
+      heads, _, *width = sizes(x)[1:]
+      rows = has_keys.where(x.reshape(sizes(x)[0], -1)[sequence], 0)
+      return memory.store(name, rows.reshape(-1, 1, heads // Hkv, *width))
+
+    q, do, lse, delta = (take(name, getattr(s, name)) for name in ("q", "do", "lse", "delta"))
+    k, v = (
+      memory.store(name, chosen_rows(x, table).reshape(-1, 1, s.spec.N, sizes(x)[3]).cast(q.dtype))
+      for name, x in (("k", s.k), ("v", s.v))
+    )
+    lengths = memory.store("lengths", counts.expand(sizes(counts)[0], Hkv).reshape(-1))
+    arguments = Arguments(scale=s.spec.scale, softcap=self.arguments.softcap, kv_lengths=lengths, return_lse=True)
+    return Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta), [table, counts], arguments
+
+  def _added(
+    self, sums: list[Tensor], parts: Sequence[Tensor], listed: Sequence[Tensor], memory: "Memory"
+  ) -> list[Tensor]:
+    """Add a chunk's rows of dK and dV to the sums of their keys."""
+    N, (_, heads, top_k) = self.whole.spec.kept[2], sizes(listed[0])
+    pairs, number = (self.B, heads, self.count, N), count_dtype(top_k)
+
+    def run(build: Callable[..., UOp], inputs: Sequence[Tensor], names: str, **options: int) -> list[Tensor]:
+      buffers = [memory.new(name, *outputs[name]) for name in names.split()]
+      found = run_graph(build, self.device, buffers, inputs, no_further, **options)
+      return [memory.keep(name, x) for name, x in zip(names.split(), found, strict=True)]
+
+    outputs = dict.fromkeys(("slots", "rows"), (pairs, dtypes.int)) | {"totals": ((self.B, heads, N), dtypes.int)}
+    outputs |= dict.fromkeys(("chosen", "times"), (pairs, number))
+    lists = run(list_choosers, run(find_chosen, listed, "chosen slots"), "rows times totals", top_k=top_k)
+    return [
+      run_graph(add_rows, self.device, [x], [part.reshape(-1, top_k, sizes(x)[3]), *lists], no_further)[0]
+      for x, part in zip(sums, parts, strict=True)
+    ]
+
+
+class Memory(dict[str, Tensor]):
+  """The buffers that chunks use one after another, by name. In a large schedule tinygrad would allocate new ones."""
+
+  def __init__(self, device: str):
+    super().__init__()
+    self.device = device
+
+  def new(self, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
+    """Return the buffer to write to."""
+    return self[name] if name in self else self.keep(name, empty(Input(name, shape, dtype), self.device))
+
+  def keep(self, name: str, x: Tensor) -> Tensor:
+    """Return the buffer as it was written."""
+    self[name] = x
+    return x
+
+  def store(self, name: str, x: Tensor) -> Tensor:
+    """Store a Tensor to its buffer, and return that."""
+    buffer = self.new(name, sizes(x), x.dtype).uop
+    return self.keep(name, Tensor(buffer.after(buffer.store(x.uop))))
+
+  def results(self) -> dict[str, list[Tensor]]:
+    """Return the gradients of the chunk before, to be overwritten."""
+    return {name: [self[name]] for name in GRADIENTS if name in self}
+
+
+def by_ops(part: Residuals, arguments: Arguments) -> list[Tensor]:
+  """Return dQ, dK and dV of a chunk in plain ops, which hold its scores."""
+  q, k = part.q.detach(), part.k.detach()
+  scores = scores_of(q, k, part.spec, arguments)
+  weights = weights_of(part, scores.detach())
+  total = (scores * of_scores(part, scores.detach(), arguments).detach()).sum()
+  return [*total.gradient(q, k), weights.transpose(-1, -2) @ part.do.float()]
