@@ -33,9 +33,9 @@ def realize(cache: KVCache | RingCache) -> None:
   Tensor.realize(cache.k, cache.v, cache.k_scale, cache.v_scale)
 
 
-def filled(kind: str, rows: tuple[Array, Array]) -> KVCache:
-  cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device="CPU")
-  k, v = (Tensor(x, device="CPU") for x in rows)
+def filled(kind: str, rows: tuple[Array, Array], device: str = "CPU") -> KVCache:
+  cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device=device)
+  k, v = (Tensor(x, device=device) for x in rows)
   cache.append(k, v, 0)
   realize(cache)
   return cache

@@ -51,13 +51,14 @@ class Case:
     if len(lengths) > 1 and min(lengths[0], lengths[-1]) >= page_size:
       self.table[-1, 0] = self.table[0, 0]  # shared
     self.q = placed(rng.standard_normal((len(lengths), Hq, M, Dk), np.float32), q_dtype, device)
+    made_on = "CPU" if device == "EMU" else device
     self.given: dict[str, Any] = {}
     self.numbers: list[Any] = []
     for name, D in (("k", Dk), ("v", Dv)):
       factors = np.exp2(rng.integers(-2, 3, (count, Hkv, page_size, 1)))
       rows = rng.standard_normal((count, Hkv, page_size, D)) * factors
-      cache = KVCache(count, Hkv, page_size, D, dtype=kind, device="CPU")
-      x = Tensor(rows.astype(np.float32), device="CPU")
+      cache = KVCache(count, Hkv, page_size, D, dtype=kind, device=made_on)
+      x = Tensor(rows.astype(np.float32), device=made_on)
       cache.append(x, x, 0)
       assert cache.k_scale is not None
       Tensor.realize(cache.k, cache.k_scale)

@@ -9,6 +9,8 @@ import norm_rope
 import numpy as np
 import pytest
 import test_append_paged
+import test_kv_four_bits
+import test_paged_four_bits
 import test_ragged_cache
 import test_ring_cache
 from gradients import check_gradients, check_gradients_of_sequences, cotangents, gradients_of
@@ -409,6 +411,19 @@ def test_cache_of_eight_bits(dtype: DType, q_dtype: DType, M: int) -> None:
   length, N = 1003, 1500
   cache = filled(dtype, length, N=N, D=(64, 128), device=Device.DEFAULT)
   check_attend(cache, normal(2, 4, M, 64, dtype=q_dtype, device=Device.DEFAULT), start_at(length - M, M, N))
+
+
+@pytest.mark.parametrize(
+  ("kind", "q_dtype", "M"), [("int4", HALF, 1), ("nvfp4", BFLOAT, 3), ("int4", BFLOAT, 40)], ids=str
+)
+def test_cache_of_four_bits(kind: str, q_dtype: DType, M: int) -> None:
+  cache = test_kv_four_bits.filled(kind, test_kv_four_bits.drawn(), Device.DEFAULT)
+  test_kv_four_bits.check_attend(cache, kind, q_dtype, M, Device.DEFAULT)
+
+
+@pytest.mark.parametrize(("kind", "q_dtype", "M"), [("nvfp4", HALF, 1), ("int4", BFLOAT, 20)], ids=str)
+def test_pages_of_four_bits(kind: str, q_dtype: DType, M: int) -> None:
+  test_paged_four_bits.Case(kind, [77, 41, 0], 7, M, q_dtype, Device.DEFAULT).check()
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, *QUANTIZED_DTYPES], ids=str)
