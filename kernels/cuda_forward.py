@@ -75,6 +75,7 @@ from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import lds_limit
 
+KIB = 1024
 RESIDENT = 8  # workgroups of narrow tiles per multiprocessor: two warps per scheduler
 
 
@@ -157,13 +158,16 @@ class Tiles:
     return SwizzledTiles.make(s, rows, columns, slots, self.threads, **options)
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of shared memory per workgroup."""
+    """Bytes of shared memory per workgroup, where tiles begin at multiples of `KIB`."""
     s = Scope()
-    return sum(x.bytes for x in (self.q_tile(s, Dk), *self.key_tiles(s, Dk, Dv, scaled=True)))
+    return sum(round_up(x.bytes, KIB) for x in (self.q_tile(s, Dk), *self.key_tiles(s, Dk, Dv, scaled=True)))
 
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups that fit on a multiprocessor at once, as limited by shared memory; of narrow tiles as many as help."""
-    fitting = max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
+    """Workgroups that fit on a multiprocessor at once, as limited by shared memory; of narrow tiles as many as help.
+
+    From sm_80 on each takes `KIB` besides its own, of as much more than one may have.
+    """
+    fitting = max(1, (lds_limit(arch) + KIB) // (self.shared_bytes(Dk, Dv) + KIB))
     return min(fitting, RESIDENT) if self.narrow else fitting
 
   def registers(self, Dk: int, Dv: int) -> int:
