@@ -170,8 +170,8 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
     for begin, chunks, width in register_blocks(size, elements):
 
       def term(a: int, i: UOp, w: UOp) -> UOp:
-        d, row, n = begin + i * width + w, first_row + a // keys, key + a % keys
-        return q[row, d] * k[n, d] if nibbles is None else nibbles.dot(q, row, n, d)
+        first, row, n = begin + i * width, first_row + a // keys, key + a % keys
+        return q[row, first + w] * k[n, first + w] if nibbles is None else nibbles.dot(q, row, n, first, w)
 
       def fetches(i: UOp) -> list[UOp]:
         part = (key * row_strips + row_strip * keys) * chunks_in_all + (begin // elements + i) * keys
@@ -284,7 +284,7 @@ def multiply_pv(
       if nibbles is None:
         return weight * v[n, column + m]
       x = nibbles.numbers(n, column + m, planes)[a % len(planes)]
-      return weight * nibbles.scale(n, column + m) * x
+      return weight * nibbles.scale(n, column, m) * x
 
     def fetches(i: UOp) -> list[UOp]:
       part = ((before_it + strip) * row_strips + row_strip) * block_n + i * keys

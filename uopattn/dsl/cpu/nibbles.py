@@ -14,6 +14,8 @@ from uopattn.dsl.cpu.mainloop import KeyRows
 from uopattn.dsl.rules.four_bits import GROUP, PER_WORD, number_at, scale_of_group
 from uopattn.dsl.scope import Scope, sizes
 
+SHARED = 4 * GROUP // PER_WORD  # words of elements whose scales are in one word
+
 
 def element_of(plane: UOp | int, word: UOp) -> UOp:
   """The element that is in a plane of a word."""
@@ -54,15 +56,22 @@ class NibbleRows:
     bits = rows.word(self.keys.row(n), word)
     return [number_at(bits, plane * 4, rows.four) for plane in planes]
 
-  def scale(self, n: UOp, word: UOp) -> UOp:
-    """The scale of the group of a word of key n, float32."""
-    group, row = word * PER_WORD // GROUP, self.keys.row(n)
-    first = group // 4 * 4
-    bits = self.keys.rows.word(row, self.words + group // 4)
-    return scale_of_group(((bits >> ((group - first) * 8).cast(dtypes.uint)) & 0xFF).cast(dtypes.int))
+  def scale(self, n: UOp, first: UOp, lane: UOp) -> UOp:
+    """The scale of the group of word first + lane of key n, float32.
 
-  def dot(self, q: UOp, r: UOp, n: UOp, word: UOp) -> UOp:
-    """The product of what row r of `in_planes` and key n have in a word."""
+    The scales of all lanes, at most 16, are loaded as one number, from which each lane shifts its own: from an index or
+    a choice that differs between lanes clang would make gathers.
+    """
+    row, of_word = self.keys.row(n), self.words + first // SHARED
+    scales = self.keys.rows.word(row, of_word)
+    if lane.vmax >= SHARED:
+      scales = scales.cast(dtypes.ulong) | self.keys.rows.word(row, of_word + 1).cast(dtypes.ulong) << 32
+    shift = (first % SHARED + lane) * PER_WORD // GROUP * 8
+    return scale_of_group(((scales >> shift.cast(scales.dtype)) & 0xFF).cast(dtypes.int))
+
+  def dot(self, q: UOp, r: UOp, n: UOp, first: UOp, lane: UOp) -> UOp:
+    """The product of what row r of `in_planes` and key n have in word first + lane."""
+    word = first + lane
     products = [q[r, plane, word] * x for plane, x in enumerate(self.numbers(n, word, range(PER_WORD)))]
     halves = [reduce(UOp.__add__, products[i::2]) for i in range(2)]  # two chains of dependent sums
-    return (halves[0] + halves[1]) * self.scale(n, word)
+    return (halves[0] + halves[1]) * self.scale(n, first, lane)
