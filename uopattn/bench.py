@@ -228,8 +228,10 @@ def record(rows: list[dict[str, Any]], names: list[str], given: argparse.Namespa
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(prog="uopattn.bench", description="Times and checks attention.")
-  where = "where to run (default: by DEV, as uopattn.run)"
-  parser.add_argument("device", nargs="?", choices=["cpu", "gpu", "all"], help=where)
+  where = (
+    "where to run: cpu, gpu or all (default: by DEV, as uopattn.run); only problems with these values: D=128 N=4096"
+  )
+  parser.add_argument("words", nargs="*", metavar="WORD", help=where)
   parser.add_argument("--against", default="", metavar="NAMES", help=f"contenders, by commas: {','.join(LOADERS)}")
   parser.add_argument("--dtype", default="", choices=list(DTYPE_NAMES), help="the dtype of all problems")
   parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs computed beforehand")
@@ -241,7 +243,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
   parser.add_argument("--plot", default="", metavar="FILE.png", help="where to draw speed over N")
   parser.add_argument("--rounds", type=int, default=7, metavar="R", help="turns of each contender (%(default)s)")
-  given = parser.parse_args(words)
+  given = parser.parse_intermixed_args(words)
+  given.only = [word for word in given.words if "=" in word]
+  named = [word for word in given.words if "=" not in word]
+  if len(named) > 1 or not {"cpu", "gpu", "all"}.issuperset(named):
+    raise Usage(f"{' '.join(named)}: accepted are one of cpu, gpu, all, and KEY=VALUE")
+  given.device = named[0] if named else None
   if given.rounds < 1:
     raise Usage(f"--rounds {given.rounds} is less than 1")
   for option, path in (("--json", given.json), ("--plot", given.plot)):
@@ -292,7 +299,22 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
       configs = device_rows(given.backward)
     configs = [_with_overrides(config, over) for config in configs]
     rows += [(device, config) for config in dict.fromkeys(configs)]
-  return rows
+  chosen = [(device, config) for device, config in rows if has_values(config, given.only)]
+  if given.only and not chosen:
+    raise Usage(f"{' '.join(given.only)}: none of the {len(rows)} problems has these values")
+  return chosen
+
+
+def has_values(config: Config, words: Sequence[str]) -> bool:
+  """Whether a problem has the values of KEY=VALUE words.
+
+  Raises:
+    Usage: a key is unknown, or does not take its value.
+  """
+  wanted, found = parse(words, {}), config.settled
+  names = [word.partition("=")[0].lower() for word in words]
+  wanted, found = (replace(x, dtype=str(DTYPE_NAMES[x.settled.dtype])) for x in (wanted, found))
+  return all(getattr(found, name) == getattr(wanted, name) for name in names)
 
 
 def _with_overrides(config: Config, over: Config) -> Config:

@@ -1,6 +1,7 @@
 """The bench: what it runs, checks and records. No test looks at a time."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -402,3 +403,31 @@ def test_gpus_divide_problems_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
   assert {config.gpus for config in configs} == {2}
   monkeypatch.setenv("SHARD", "heads")
   assert {config.shard for _, config in bench.problems(bench.arguments(["--backward"]))} == {"heads"}
+
+
+def test_only_problems_with_some_values(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(bench, "devices", lambda _: ["CUDA"])
+
+  def chosen(*words: str) -> list[Any]:
+    return [config.settled for _, config in bench.problems(bench.arguments(words))]
+
+  found = chosen("gpu", "--backward", "D=128", "CAUSAL=1")
+  assert found
+  assert {(x.d, x.dv, x.causal) for x in found} == {(128, 128, 1)}
+  assert {x.dtype for x in chosen("DTYPE=float16")} == {"half"}
+  assert {x.m for x in chosen("--few", "M=1")} == {1}
+  assert len(chosen()) > len(chosen("HKV=32")) > len(chosen("N=4096", "HKV=32"))
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["gpu", "cpu"], "gpu cpu: accepted are one of cpu, gpu, all, and KEY=VALUE"),
+    (["phone"], "phone: accepted are"),
+    (["cpu", "D=100"], "D=100: none of the "),
+    (["cpu", "SIZE=3"], "'SIZE=3' is not one of B="),
+  ],
+)
+def test_words_that_are_not_understood(words: list[str], message: str) -> None:
+  with pytest.raises(Usage, match=f"^{re.escape(message)}"):
+    bench.problems(bench.arguments(words))

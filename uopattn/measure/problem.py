@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,16 @@ class Config:
   json: str = ""
 
   @property
+  def settled(self) -> "Config":
+    """The same with the values that 0, or no dtype, stand for; without an input file."""
+    hkv, m, dv = self.hkv or self.h, self.m or self.n, self.dv or self.d
+    return replace(self, hkv=hkv, m=m, dv=dv, dtype=self.dtype or "half")
+
+  @property
   def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
     """The shapes of q, k and v."""
-    hkv, m, dv = self.hkv or self.h, self.m or self.n, self.dv or self.d
-    return (self.b, self.h, m, self.d), (self.b, hkv, self.n, self.d), (self.b, hkv, self.n, dv)
+    x = self.settled
+    return (x.b, x.h, x.m, x.d), (x.b, x.hkv, x.n, x.d), (x.b, x.hkv, x.n, x.dv)
 
   @property
   def arguments(self) -> Arguments:
