@@ -23,6 +23,7 @@ from uopattn.plan.tiles.bias import in_parts
 # Forward: with the queries in registers, by `Tiles.step` (in 8 bits P needs more; on sm_90 the compiler spills from 144
 # on); with queries that are read, with and without a mask; and with the smallest tile.
 BUDGET, READING_MASKED, READING, LIMIT = {8: 180, 16: 180, 32: 130}, 196, 216, 220
+NARROW = 156  # where keys and values are widened in registers
 WIDE_BUDGET = 200
 # Backward: of dQ, and of dK and dV; of these on sm_75; with one sum, and stationary rows that are read for each tile;
 # and with the smallest tile.
@@ -134,7 +135,7 @@ def _forward_in_order(problem: Problem, target: Target) -> list[Forward]:
 def _budget(tiles: Forward, problem: Problem) -> int:
   """The limit of `Tiles.registers` for a problem."""
   if tiles.in_registers:
-    return BUDGET[tiles.step]
+    return NARROW if tiles.narrow else BUDGET[tiles.step]
   return READING_MASKED if _masked(problem, tiles.block_n) else READING
 
 
