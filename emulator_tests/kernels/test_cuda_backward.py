@@ -73,3 +73,12 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
     for launch in dispatch_backward(AttentionSpec(1, 1, 1, length, length, D, D, HALF, 0.125), Target("CUDA", arch)):
       assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)
       assert launch.tiles.rows // 2 < max(length, 64)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+@pytest.mark.parametrize("gradients", ["dq", "dk_dv"])
+def test_other_tiles_that_tuning_tries(gradients: str, arch: str) -> None:
+  target, problem = Target("CUDA", arch), problem_of(2, 300, 300, 64, 64, HALF)
+  best, *others = cuda.backward(problem, target, gradients)
+  assert len({best, *others}) > 1
+  assert all(x.shared_bytes(64, 64) <= target.lds for x in (best, *others))

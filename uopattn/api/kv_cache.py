@@ -34,8 +34,8 @@ class KVCache(CacheMemory):
 
   A cache of "int4" or "nvfp4" has 4 bits per element, 16 of which share a scale of 8 bits, besides the scale of the
   row; Dk and Dv are multiples of 16. Numbers are -7 to 7, or 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. This saves
-  memory; on a CPU, decoding takes longer than with 8 bits. Errors, as a share of the root mean square, at
-  Dk = Dv = 128:
+  memory, and on NVIDIA's GPUs time; on a CPU, decoding takes no less time than with 8 bits. Errors, as a share of the
+  root mean square, at Dk = Dv = 128:
 
       rows of k and v                        error of      int8   int4   nvfp4
       normal random                          rows          0.007  0.086  0.095

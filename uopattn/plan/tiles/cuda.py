@@ -200,7 +200,7 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   found = [replace(best, row_tiles=m, block=min(n, most), in_registers=kept) for m, n, kept in sizes]
   for x in (*found, replace(best, warps=8), replace(best, stages=3)):
     in_registers, has_rows = x.registers(Dk, Dv, sums) <= BACKWARD_BUDGET[of_keys], x.rows < rows + x.rows // x.warps
-    if in_registers and replace(x, narrow=0).shared_bytes(Dk, Dv) <= target.lds and has_rows:
+    if in_registers and x.shared_bytes(Dk, Dv) <= target.lds and has_rows:
       yield x
 
 
