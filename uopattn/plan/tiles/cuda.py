@@ -71,7 +71,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
 def _narrow(x: Forward, problem: Problem) -> Forward:
   """The tiles with K and V as they are in memory, if these have 8 or 4 bits and one warp multiplies them in 16."""
   bits = problem.stored.bitsize
-  whole = problem.Dk % 16 == problem.Dv % 16 == 0
+  whole = problem.Dk % (128 // bits) == problem.Dv % 16 == 0  # K in blocks of four words
   return replace(x, narrow=bits) if bits < 16 == x.step and x.warps == 1 and x.in_registers and whole else x
 
 
