@@ -61,26 +61,19 @@ def bits_of(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> l
   """
   if to == dtypes.half:
     return _half_bits(word, scale, count, stored)
-  factor = scale_of_group(scale, -28 if stored == INT4 else 0)
-  found = [_number_at(word, i // 2 * 4 + i % 2 * 16, stored) * factor for i in range(count)]
+  factor = scale_of_group(scale)
+  found = [number_at(word, i // 2 * 4 + i % 2 * 16, stored) * factor for i in range(count)]
   return [upper_half(x) if to == dtypes.bfloat16 else x.bitcast(dtypes.uint) for x in found]
 
 
 def number_at(word: UOp, shift: int, stored: FourBits) -> UOp:
-  """`number_of` the bits of a word from `shift` on, in float32."""
-  if stored == INT4:
-    return ((word << 28 - shift).bitcast(dtypes.int) >> 28).cast(dtypes.float)
-  return _number_at(word, shift, stored)
-
-
-def _number_at(word: UOp, shift: int, stored: FourBits) -> UOp:
-  """`number_of` the bits of a word from `shift` on, in float32, in few instructions; of int4 times 2**28.
+  """`number_of` the bits of a word from `shift` on, in float32, in few instructions.
 
   For e2m1, x = 1, 1.5, 2, 3, 4, 6, 8 or 12 has the magnitude's three bits in the right place; those of it that are too
   large, of 0 and 1, are more than 2 x - 2.
   """
   if stored == INT4:
-    return ((word << 28 - shift) & 0xF0000000).bitcast(dtypes.int).cast(dtypes.float)
+    return ((word << 28 - shift).bitcast(dtypes.int) >> 28).cast(dtypes.float)
   moved = word << 22 - shift if shift <= 22 else word >> shift - 22
   x = ((moved & 0x01C00000) + 0x3F800000).bitcast(dtypes.float)
   doubled = (x * 2.0 - 2.0 < x).where(x * 2.0 - 2.0, x)
@@ -114,9 +107,9 @@ def number_of(nibble: Bits, stored: FourBits) -> Bits:
   return (nibble < 8).where(doubled, -doubled)
 
 
-def scale_of_group(byte: Bits, exponent: int = 0) -> Bits:
-  """The float32 number that the bits of a group's scale, int32, stand for, times two to the exponent."""
-  return ((byte << 20) + (127 - 7 + exponent << 23)).bitcast(dtypes.float)
+def scale_of_group(byte: Bits) -> Bits:
+  """The float32 number that the bits of a group's scale, int32, stand for."""
+  return ((byte << 20) + (127 - 7 << 23)).bitcast(dtypes.float)
 
 
 def rounded_group(elements: list[UOp], stored: FourBits) -> tuple[UOp, list[UOp]]:
