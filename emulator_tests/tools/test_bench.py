@@ -150,7 +150,7 @@ def test_a_wrong_contender_is_shown_and_gets_no_speed(
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["--against", "jax"], "--against jax: unknown; accepted are torch, tinygrad, fa3, fa4, fa4-deterministic"),
+    (["--against", "jax"], "--against jax: unknown; accepted are " + ", ".join(contenders.LOADERS)),
     (["--backward", "--against", "tinygrad"], "--against tinygrad: has no backward pass"),
     (["--backward", "--against", "fa3"], "--against fa3: has no backward pass"),
     (["--against", "fa4-deterministic"], "--against fa4-deterministic: has no forward pass"),
@@ -188,6 +188,11 @@ def test_what_torch_stands_for(cpu: bool, backward: bool, names: list[str], monk
   monkeypatch.setattr(contenders, "load_torch", lambda backend, backward: backend)
   found = contenders.load(["torch"], backward)
   assert list(found) == ["uopattn", *(name if cpu else f"torch {name}" for name in names)]
+  if "flex" in names:
+    assert list(contenders.load(["torch-flex"], backward)) == ["uopattn", "torch flex"]
+  else:
+    with pytest.raises(Usage, match=r"^--against torch-flex: takes no part here; "):
+      contenders.load(["torch-flex"], backward)
 
 
 @pytest.fixture

@@ -91,8 +91,13 @@ SUMMARY = {
 }
 
 
-def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("visible", "ids"), [(None, "0,1"), ("", "0,1"), ("3,GPU-5ae1,0", "3,GPU-5ae1")])
+def test_the_state_of_a_gpu(visible: str | None, ids: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
   """From a program that prints samples until it is stopped."""
+  if visible is None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+  else:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
   program = tmp_path / "nvidia-smi"
   program.write_text(
     f"#!/bin/sh\necho \"$*\" >{tmp_path}/asked\nprintf '{SAMPLES}'\ntouch {tmp_path}/done\nexec sleep 60\n"
@@ -104,7 +109,7 @@ def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
       time.sleep(0.01)
   assert state.summary() == SUMMARY
   asked = (tmp_path / "asked").read_text()
-  assert asked.startswith("--id=0,1 --query-gpu=timestamp,clocks.sm,power.draw.instant,temperature.gpu ")
+  assert asked.startswith(f"--id={ids} --query-gpu=timestamp,clocks.sm,power.draw.instant,temperature.gpu ")
   with gpu_state.sampled([]) as none:
     pass
   assert none.summary() == {}

@@ -292,12 +292,24 @@ def backends_of_torch(backward: bool) -> dict[str, Contender]:
   return {f"torch {x}": load_torch(x, backward) for x in ("flash", "cudnn", *(() if backward else ("flex",)))}
 
 
+def _backend_of_torch(backend: str) -> Callable[[bool], dict[str, Contender]]:
+  name = f"torch {backend}"
+
+  def found(backward: bool) -> dict[str, Contender]:
+    if name not in (backends := backends_of_torch(backward)):
+      raise Usage(f"--against torch-{backend}: takes no part here; with --against torch {' and '.join(backends)} do")
+    return {name: backends[name]}
+
+  return found
+
+
 def _flash_attention(name: str) -> Callable[[bool], dict[str, Contender]]:
   return lambda backward: {name: load_flash_attention(name, backward)}
 
 
 LOADERS: dict[str, Callable[[bool], dict[str, Contender]]] = {
   "torch": backends_of_torch,
+  **{f"torch-{name}": _backend_of_torch(name) for name in ("flash", "cudnn", "flex")},
   "tinygrad": lambda backward: {"tinygrad": tinygrad},
   **{name: _flash_attention(name) for name in FLASH_ATTENTION},
 }

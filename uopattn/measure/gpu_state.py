@@ -4,6 +4,7 @@ A speed is clock times work per cycle, and a GPU that is limited by power has a 
 the work takes. So the clock and the power of each contender tell whether it wins by cycles or by energy.
 """
 
+import os
 import shutil
 import subprocess
 import time
@@ -50,12 +51,16 @@ class GPUState(list[Sample]):
 
 @contextmanager
 def sampled(gpus: Sequence[int]) -> Iterator[GPUState]:
-  """Sample the state of GPUs, by nvidia-smi's numbers, while a `with` block runs; the result is filled at its end."""
+  """Sample the state of GPUs, by CUDA's numbers, while a `with` block runs; the result is filled at its end."""
   state = GPUState()
   if not gpus or not shutil.which("nvidia-smi"):
     yield state
     return
-  command = ["nvidia-smi", f"--id={','.join(map(str, gpus))}", f"--query-gpu=timestamp,{','.join(QUERIES.values())}"]
+  command = [
+    "nvidia-smi",
+    f"--id={','.join(map(number_of, gpus))}",
+    f"--query-gpu=timestamp,{','.join(QUERIES.values())}",
+  ]
   command += ["--format=csv,noheader,nounits", f"--loop-ms={EVERY}"]
   pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
@@ -64,6 +69,12 @@ def sampled(gpus: Sequence[int]) -> Iterator[GPUState]:
   finally:
     process.terminate()
     state += samples(process.communicate()[0], time.time() - time.perf_counter())
+
+
+def number_of(gpu: int) -> str:
+  """Return nvidia-smi's number, or identifier, of CUDA's GPU: CUDA has those alone that CUDA_VISIBLE_DEVICES names."""
+  given = os.environ.get("CUDA_VISIBLE_DEVICES")
+  return given.split(",")[gpu] if given else str(gpu)
 
 
 def samples(said: str, epoch: float) -> Iterator[Sample]:
