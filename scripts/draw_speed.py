@@ -12,27 +12,21 @@ from speed import CASES, NAMES, Case
 from uopattn.measure.program import check_writable, exit_status
 
 OURS = "uopattn"
-BASES = ("torch flash", "torch")  # the first of these that a row has is its unit of speed
 COLOURS = {OURS: "#0b5cad", "torch cudnn": "#d9822b", "torch flex": "#5a9e6f", "torch flash": "#777777"}
 COLOURS |= {"fa3": "#8e44ad", "fa4": "#c0392b", "fa4-deterministic": "#e39b93"}
 COLOURS["torch"] = COLOURS["torch flash"]
 HEADS = {  # titles of the machines in the picture; other machines are only in the table
-  "H200": "NVIDIA H200, float16, 32 heads (forward and backward: B=4, N=4096)",
+  "H200": "NVIDIA H200, bfloat16, 32 heads (forward and backward: B=4, N=4096)",
   "EPYC Zen 5, 2 cores": "CPU: two cores of an AMD EPYC (Zen 5), B=1, 32 heads, N=1024, D=64",
   "Xeon with AMX, 2 cores": "CPU: two cores of an Intel Xeon with AMX, the same problem",
-}
-PLACES: dict[str, tuple[str, tuple[int, int]]] = {  # of a name at its dot: alignment, and offset in points
-  OURS: ("left", (-4, 8)),
-  "torch cudnn": ("right", (2, -16)),
-  "torch flex": ("center", (0, 8)),
 }
 GREY = "#555555"
 
 
 def relative(row: speed.Record) -> dict[str, float]:
-  """Return the speed of each correct contender as a multiple of PyTorch's flash kernel, ours last."""
+  """Return the speed of each correct contender as a multiple of the fastest other library's, ours last."""
   ratios = speed.ratios(row)
-  ours = next(ratios[name] for name in BASES if name in ratios)
+  ours = next(iter(ratios.values()))
   return {name: ours / ratio for name, ratio in ratios.items()} | {OURS: ours}
 
 
@@ -47,15 +41,19 @@ def draw(path: Path, results: Path) -> int:
     place: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "backgroundcolor": "white"}
     axis.text(-0.3, y, head, weight="bold", va="center", **place)
     y += 1.1
-    for i, case in enumerate(case for case in CASES if case.machine == machine):
-      _draw_case(axis, y, case, case.row(records), named=i == 0)
+    for case in (case for case in CASES if case.machine == machine):
+      _draw_case(axis, y, case, case.row(records))
       y += 1
     y += 0.5
   dates = sorted({records[case.record]["date"] for case in CASES if case.machine in HEADS})
   dates = list(dict.fromkeys([dates[0], dates[-1]]))
+  shown = {name for case in CASES if case.machine in HEADS for name in relative(case.row(records))}
+  for name in (name for name in COLOURS if name in shown):
+    axis.scatter([], [], color=COLOURS[name], label=OURS if name == OURS else NAMES[name])
+  axis.legend(loc="upper right", frameon=False)
   axis.set(xlim=(0, 3.35), ylim=(y - 0.9, -0.6), yticks=[], xticks=(0, 1, 2, 3))
   axis.set_xticklabels(["0", "1×", "2×", "3×"])
-  axis.set_xlabel(f"times as fast as PyTorch's own flash attention, measured in the same run, {' to '.join(dates)}")
+  axis.set_xlabel(f"times as fast as the fastest other library, measured in the same run, {' to '.join(dates)}")
   axis.grid(axis="x", color="#e2e2e2", linewidth=0.8)
   axis.axvline(1, color=GREY, linewidth=1, zorder=0)
   axis.set_axisbelow(True)
@@ -65,8 +63,8 @@ def draw(path: Path, results: Path) -> int:
   return 0
 
 
-def _draw_case(axis: Any, y: float, case: Case, row: speed.Record, named: bool) -> None:
-  """Draw a line of dots; `named` writes its library's name at each dot."""
+def _draw_case(axis: Any, y: float, case: Case, row: speed.Record) -> None:
+  """Draw a line of dots, one per library."""
   found, unit = relative(row), speed.unit_of(row)
   axis.text(-0.02, y, case.label, transform=axis.get_yaxis_transform(), ha="right", va="center")
   axis.plot([0, max(found.values())], [y, y], color="#d5dde6", linewidth=3, zorder=1)
@@ -76,10 +74,6 @@ def _draw_case(axis: Any, y: float, case: Case, row: speed.Record, named: bool) 
   told = f"{speed.speed(row['contenders'][OURS], unit)} {unit}"
   end, offset = (max(found.values()), y), {"textcoords": "offset points", "weight": "bold"}
   axis.annotate(told, end, (9, 0), va="center", color=COLOURS[OURS], **offset)
-  for name, at in found.items() if named else ():
-    align, away = PLACES.get(name, ("right", (4, 8)))
-    text = OURS if name == OURS else NAMES[name]
-    axis.annotate(text, (at, y), away, ha=align, color=COLOURS[name], fontsize=9, **offset)
 
 
 def main() -> int:
