@@ -11,9 +11,9 @@ machine of many cores, `--jobs` faults are tried at a time, each by `--workers` 
 
 `--select` tries nothing, and writes from the record which cases the quick suite runs (emulator_tests/quick.txt): short
 ones that notice every fault which any case notices, and of each test that has none of them the shortest, unless it
-takes `LONG` seconds. Those of `test_matches_the_oracle` also have every value of their parameters that a case of less
-than twice that has. The others notice nothing that these do not. Of some tests the quick suite runs no case, which the
-file says.
+takes `LONG` seconds and its file has `FEWEST` tests there. Those of `test_matches_the_oracle` also have every value of
+their parameters that a case of less than twice that has. The others notice nothing that these do not. Of some tests the
+quick suite runs no case, which the file says.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -40,7 +41,8 @@ RECORD = ROOT / "scripts" / "results" / "mutation.json"
 REPORT = ROOT / "scripts" / "results" / "mutation.md"
 QUICK = ROOT / "emulator_tests" / "quick.txt"
 WHOLE = "::test_matches_the_oracle"  # the test of which the quick suite runs almost every value of each parameter
-LONG = 1.2  # seconds that a case must not take which notices no fault of its own
+LONG = 1.0  # seconds that a case must not take which notices no fault of its own
+FEWEST = 3  # tests of each file with a case in the quick suite, whatever they take
 NO_CASE = "no case of "  # what stands in quick.txt before a test
 OUTCOMES = "UOPATTN_OUTCOMES"  # the file to which pytest, with this module as a plugin, writes what became of each test
 CHOICES = {"Tiles", "preferred", "__post_init__", "serves", "largest_head"}  # what only chooses a kernel
@@ -256,12 +258,15 @@ def quick_cases(record: dict[str, Any], exist: set[str]) -> list[str]:
       for value in values.rstrip("]").split("-"):
         with_fact.setdefault((test, value), set()).add(name)
   chosen = smallest(list(with_fact.values()), seconds)
-  lines = [name.removeprefix("emulator_tests/") for name in chosen]
-  for test in tests.keys() - {name.partition("[")[0] for name in chosen}:
-    shortest = min(tests[test], key=seconds.__getitem__)
-    left_out = seconds[shortest] >= LONG
-    lines.append((NO_CASE + test if left_out else shortest).replace("emulator_tests/", "", 1))
-  return sorted(lines)
+  without = tests.keys() - {name.partition("[")[0] for name in chosen}
+  count = Counter(name.partition("::")[0] for name in {name.partition("[")[0] for name in chosen})
+  lines = list(chosen)
+  for shortest in sorted((min(tests[test], key=seconds.__getitem__) for test in without), key=seconds.__getitem__):
+    file, test = shortest.partition("::")[0], shortest.partition("[")[0]
+    taken = seconds[shortest] < LONG or count[file] < FEWEST
+    lines.append(shortest if taken else NO_CASE + test)
+    count[file] += taken
+  return sorted(line.replace("emulator_tests/", "", 1) for line in lines)
 
 
 def cases_of_kinds() -> set[str]:
