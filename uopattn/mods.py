@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from uopattn.spec.tensors import WIDEST
+from uopattn.spec.tensors import WIDEST, described
 from uopattn.spec.trace import MissingAux
 
 Mask = Callable[..., Any]
@@ -48,6 +48,7 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     left, right: number of keys on each side, at least 0.
 
   Raises:
+    TypeError: a side is not an int; `window` of attention takes None for no bound.
     ValueError: a side is negative, or too large for int32 positions.
 
   Example:
@@ -62,6 +63,7 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     ···███
   """
   for name, side in (("left", left), ("right", right)):
+    _check_int(name, side)
     if not 0 <= side <= WIDEST:
       raise ValueError(
         f"{name} is {side}; it must be from 0 to {WIDEST}; None, no bound, is for attention's own window"
@@ -91,6 +93,7 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
     █·█·█·
     ·█·█·█
   """
+  _check_int("step", step)
   if step < 1:
     raise ValueError(f"step is {step}; it must be at least 1")
   within = sliding_window(left, right)
@@ -115,6 +118,7 @@ def prefix_lm(length: int) -> Mask:
     █████·
     ██████
   """
+  _check_int("length", length)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     return (kv_idx < length) | (kv_idx <= q_idx)
@@ -179,6 +183,8 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
     ·······███
     ·······███
   """
+  _check_sides("canvas", canvas)
+  _check_sides("kernel", kernel)
   for name, size, most in zip(("height", "width"), kernel, canvas, strict=True):
     if size % 2 == 0 or not 1 <= size <= most:
       raise ValueError(f"kernel is {kernel}; its {name} must be odd and at most the canvas's, {most}")
@@ -234,6 +240,18 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str)
   return lambda *given: reduce(join, [mask(*given) for mask in masks])
 
 
+def _check_int(name: str, x: object) -> None:
+  if isinstance(x, bool) or not isinstance(x, int):
+    raise TypeError(f"{name} is {described(x)}; it must be an int")
+
+
+def _check_sides(name: str, x: object) -> None:
+  if not isinstance(x, tuple) or len(x) != 2:
+    raise TypeError(f"{name} is {x if isinstance(x, tuple) else described(x)}; it must be (height, width)")
+  for side in x:
+    _check_int(f"a side of {name}", side)
+
+
 def alibi(place: int = 0) -> Score:
   """Subtract slope * distance between query and key from the score (Press et al., ALiBi, 2022).
 
@@ -268,6 +286,9 @@ def alibi_slopes(heads: int) -> list[float]:
     >>> mods.alibi_slopes(3)
     [0.0625, 0.00390625, 0.25]
   """
+  _check_int("heads", heads)
+  if heads < 1:
+    raise ValueError(f"heads is {heads}; it must be at least 1")
   power = 1 << (heads.bit_length() - 1)
   slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
   return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -308,6 +329,7 @@ def softcap(cap: float) -> Score:
   """Bound the scores smoothly to (-cap, cap), as the `softcap` argument of attention does (Gemma 2, 2024).
 
   Raises:
+    TypeError: cap is not a number.
     ValueError: cap is not greater than 0, or not finite.
 
   Example:
@@ -318,6 +340,8 @@ def softcap(cap: float) -> Score:
     >>> round(score.item(), 3)  # 5 * tanh(6 / 5)
     4.168
   """
+  if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+    raise TypeError(f"cap is {described(cap)}; it must be a number")
   if not 0 < cap < math.inf:
     raise ValueError(f"cap is {cap}; it must be greater than 0")
   return lambda score, b, h, q_idx, kv_idx, *aux: (score / cap).tanh() * cap

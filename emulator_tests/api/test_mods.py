@@ -146,11 +146,31 @@ def test_slopes_are_the_papers() -> None:
     (mods.and_masks, "and_masks is given no mask; it needs at least one"),
     (mods.or_masks, "or_masks is given no mask"),
     (lambda: mods.softcap(0), "cap is 0; it must be greater than 0"),
+    (lambda: mods.alibi_slopes(0), "heads is 0; it must be at least 1"),
   ],
 )
 def test_factories_check_their_parameters(factory: Callable[[], Any], message: str) -> None:
   with pytest.raises(ValueError, match=re.escape(message)):
     factory()
+
+
+@pytest.mark.parametrize(
+  ("factory", "given", "message"),
+  [
+    (mods.sliding_window, (None,), "left is None; it must be an int"),
+    (mods.sliding_window, (1, 2.5), "right is 2.5; it must be an int"),
+    (mods.sliding_window, (Tensor(3),), "left is a tinygrad.Tensor; it must be an int"),
+    (mods.dilated, (4, 1.5), "step is 1.5; it must be an int"),
+    (mods.prefix_lm, (Tensor(3),), "length is a tinygrad.Tensor; it must be an int"),
+    (mods.neighbourhood, (4, (3, 3)), "canvas is 4; it must be (height, width)"),
+    (mods.neighbourhood, ((4, 4), (3, 3.0)), "a side of kernel is 3.0; it must be an int"),
+    (mods.alibi_slopes, (2.5,), "heads is 2.5; it must be an int"),
+    (mods.softcap, (Tensor(3.0),), "cap is a tinygrad.Tensor; it must be a number"),
+  ],
+)
+def test_factories_check_types(factory: Callable[..., Any], given: tuple[Any, ...], message: str) -> None:
+  with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    factory(*given)
 
 
 TWO = Tensor([1.0, 2.0])
@@ -172,6 +192,11 @@ UNTRACEABLE: dict[str, tuple[str, Callable[..., Any], tuple[Tensor, ...], str]] 
   "captured Tensor as it is": ("score_mod", lambda s, b, h, i, j: TWO.sum(), (), "it reads one that is not in aux"),
   "too few indices": ("score_mod", lambda s, b, h, i, j, x: s + x[h, i], (TWO,),
                       r"2 indices for a tensor of shape \(2,\)"),
+  "an index that is a float": ("score_mod", lambda s, b, h, i, j, x: s + x[s], (TWO,),
+                               "an index of a tensor has dtype dtypes.float; it must be an integer"),
+  "an index that is a number": ("score_mod", lambda s, b, h, i, j, x: s + x[1.5], (TWO,),
+                                "an index of a tensor is 1.5; it must be an integer"),
+  "a slice": ("score_mod", lambda s, b, h, i, j, x: s + x[:], (TWO,), "an index of a tensor is slice"),
   "index of a captured array": ("mask_mod", lambda b, h, i, j: np.arange(60)[i] > j, (), "mask_mod cannot be traced"),
   "wrong arguments": ("mask_mod", lambda i, j: j <= i, (),
                       r"called as mask_mod\(b, h, q_idx, kv_idx, \*aux\)|called once as mask_mod"),
@@ -245,6 +270,25 @@ def test_outside_of_aux_it_reads_0_and_there_is_no_gradient(backend: str) -> Non
     wanted[:, d] = want.attn_mask[0, :2].diagonal(d, 1, 2).sum(-1)
   np.testing.assert_allclose(of_k.numpy(), want.k, atol=1e-5)
   np.testing.assert_allclose(of_bias.numpy(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_aux_without_axes(backend: str) -> None:
+  """It is read as one of a single element, and its gradient has no axes either."""
+  q, k, v = qkv(1, 2, 2, 5, 6, 8, 8)
+  aux = Tensor(0.5, dtype=dtypes.float)
+  out = attention(q, k, v, score_mod=lambda s, b, h, i, j, x: s + x[0] * j, aux=(aux,), backend=backend)
+  assert out.sum().gradient(aux)[0].shape == ()
+
+
+def test_aux_without_elements() -> None:
+  """Every index is out of bounds. Kernels would have no buffer for it."""
+  q, k, v = qkv(1, 2, 2, 5, 6, 8, 8)
+  aux = (Tensor.zeros(0, 3),)
+  with pytest.raises(ValueError, match="aux holds a Tensor without elements"):
+    attention(q, k, v, score_mod=lambda s, b, h, i, j, x: s + x[j, h], aux=aux, backend="kernel")
+  with pytest.raises(ValueError, match=r"^aux\[0\] has shape \(0, 3\); every size must be at least 1$"):
+    BlockMask.of(lambda b, h, i, j, x: x[i, j] > 0, 1, 1, 5, 6, aux)
 
 
 def test_outside_of_aux_a_block_mask_reads_0() -> None:

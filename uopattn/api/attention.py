@@ -17,7 +17,7 @@ from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout
 from uopattn.spec.layout import distinct_heads
 from uopattn.spec.spec import AttentionSpec, make_spec
-from uopattn.spec.tensors import operands, promoted
+from uopattn.spec.tensors import described, operands, promoted
 
 scaled_dot_product_attention = Tensor.scaled_dot_product_attention  # tinygrad's, as it was before `patch` replaced it
 BACKENDS = ("auto", "kernel", "reference")
@@ -122,8 +122,8 @@ def attention(
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score. It is called with symbols: write x.where(a, b), &, | and ~
       for if, and, or and not; abs(x) works, max(x, y) is x.maximum(y), math.exp(x) is x.exp().
     mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, written like score_mod; False hides the key.
-    aux: Tensors that score_mod and mask_mod index, with one integer per axis. Indices out of bounds, negative ones
-      included, read 0 (False) and have no gradient.
+    aux: Tensors that score_mod and mask_mod index, with one integer per axis, and with 0 where there is no axis.
+      Indices out of bounds, negative ones included, read 0 (False) and have no gradient.
     block_mask: a mask_mod with its own aux, and the number of visible pairs in each block, which lets kernels skip
       tiles. If mask_mod is given too, a key must pass both.
     q_scale, k_scale, v_scale: factors on q, k and v, for 8-bit types: FlashAttention-3's q_descale, k_descale and
@@ -179,7 +179,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
 def check_backend(backend: str, accepted: tuple[str, ...] = BACKENDS) -> None:
   """Raise ValueError unless the backend is accepted."""
   if backend not in accepted:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
+    raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(accepted)}")
 
 
 def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: Exception) -> Tensor:

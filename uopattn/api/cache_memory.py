@@ -18,7 +18,7 @@ from uopattn.plan.append import append_call
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
-from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
+from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, near, placed
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class CacheMemory:
     for name, size in (("B", B), ("Hkv", Hkv), ("Dk", Dk), ("Dv", Dv)):
       least = 0 if name == "B" else 1
       if not isinstance(size, int) or size < least:
-        raise ValueError(f"{name} is {size!r}; it must be an int >= {least}")
+        raise ValueError(f"{name} is {described(size)}; it must be an int >= {least}")
     accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
     self._four = FORMATS.get(dtype) if isinstance(dtype, str) else None
     if self._four is None and dtype not in accepted:

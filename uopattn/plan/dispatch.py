@@ -362,6 +362,8 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
   lacks = [name for name in spec.features if name in (*schedule.unsupported, *no_scales)]
   against = ["nothing is computed where a size is 0, so no kernel is needed"] if spec.is_empty else []
   against += [f"{schedule.name} {ARGUMENTS[name].refusal.format(name)}" for name in lacks]
+  if not spec.is_empty and any(x.name == "aux" and 0 in x.shape for x in spec.inputs):
+    against.append("aux holds a Tensor without elements, for which kernels have no buffer")
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
     against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")

@@ -7,7 +7,7 @@ rules in `uopattn.dsl.rules.masks` and `uopattn.plan.reference` instead of the `
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -21,7 +21,17 @@ from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.ranges import Range, Window, merged
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.layout import folded
-from uopattn.spec.tensors import WIDEST, check_device, check_tensor, check_tensors, described, dtype_name, near, placed
+from uopattn.spec.tensors import (
+  WIDEST,
+  check_device,
+  check_tensor,
+  check_tensors,
+  described,
+  dtype_name,
+  near,
+  placed,
+  with_axis,
+)
 
 
 class Sizes(NamedTuple):
@@ -88,14 +98,14 @@ def check_mask(name: str, mask: object, sizes: Sizes) -> None:
 
 
 def check_window(name: str, window: object, sizes: Sizes) -> None:
+  given = f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window)
   if not isinstance(window, tuple) or len(window) != 2:
-    given = repr(window) if isinstance(window, tuple) else described(window)
     raise TypeError(f"window is {given}; it must be (left, right), each an int or None, or None")
   for side in window:
     if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-      raise TypeError(f"window is {window!r}; its sides must be ints or None")
+      raise TypeError(f"window is {given}; its sides must be ints or None")
     if side is not None and not 0 <= side <= WIDEST:
-      raise ValueError(f"window is {window!r}; its sides must be from 0 to {WIDEST}, and None is no bound")
+      raise ValueError(f"window is {given}; its sides must be from 0 to {WIDEST}, and None is no bound")
 
 
 def check_place(name: str, x: object, B: int | None = None) -> None:
@@ -124,7 +134,7 @@ def check_tensor_of(name: str, x: object, shape: tuple[int, ...], accepted: tupl
 
 def number(name: str, value: object) -> float:
   if isinstance(value, bool) or not isinstance(value, (int, float)):
-    raise TypeError(f"{name} is {value!r}; it must be a number")
+    raise TypeError(f"{name} is {described(value)}; it must be a number")
   if not math.isfinite(value):
     raise ValueError(f"{name} is {value}; it must be finite")
   return float(value)
@@ -136,8 +146,8 @@ def as_place(x: int | UOp | Tensor) -> list[Tensor]:
 
 
 def check_flag(name: str, flag: object, sizes: Sizes) -> None:
-  if flag not in (False, True):
-    raise TypeError(f"{name} is {flag!r}; it must be True or False")
+  if not isinstance(flag, Hashable) or flag not in {False, True}:  # a set: == of Tensors and arrays gives no bool
+    raise TypeError(f"{name} is {described(flag)}; it must be True or False")
 
 
 def check_number(name: str, value: object, sizes: Sizes) -> None:
@@ -198,7 +208,7 @@ def check_mod(name: str, mod: object, sizes: Sizes) -> None:
 
 
 def check_aux(name: str, aux: object, sizes: Sizes) -> None:
-  if not isinstance(aux, tuple) or not all(isinstance(x, UOp) for x in aux):  # `flash` passes UOps
+  if not isinstance(aux, tuple) or not all(isinstance(x, UOp) and x.shape for x in aux):  # `flash` passes placeholders
     check_tensors(name, aux)
 
 
@@ -315,7 +325,7 @@ class Arguments:
   indices: tuple[Tensor, ...] | None = argument(
     tensors=list, refusal="has no code for keys that each query chooses, as attention_sparse has them"
   )
-  aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, has_gradient=True)
+  aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, settle=with_axis, has_gradient=True)
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
 
   @classmethod

@@ -12,7 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import Table
 from uopattn.runtime.function import in_function
 from uopattn.spec.shards import gathered, part_of, pieces
-from uopattn.spec.tensors import check_tensors, described, placed
+from uopattn.spec.tensors import check_tensors, described, placed, with_axis
 from uopattn.spec.trace import Mod, trace_mod
 
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
@@ -99,7 +99,7 @@ class BlockMask:
     named = {"B": B, "Hq": Hq, "M": M, "N": N, "block_m": block_m, "block_n": block_n}
     for name, size in named.items():
       if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name} is {size!r}; it must be an int")
+        raise TypeError(f"{name} is {described(size)}; it must be an int")
       if size < (least := int(name.startswith("block"))):
         raise ValueError(f"{name} is {size}; it must be at least {least}")
     check_tensors("aux", aux)
@@ -113,7 +113,7 @@ class BlockMask:
     aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
     known = [str(x.device) for x in aux if x.device is not None]
     place = Device.canonicalize(device) if device or not known else known[0]
-    aux = tuple(x.contiguous() for x in placed(aux, place))
+    aux = tuple(x.contiguous() for x in with_axis(placed(aux, place)))
     if any(x.device != place for x in aux):
       raise ValueError(
         f"aux is on {', '.join(str(x.device) for x in aux)}, the mask on {place}; it must be on one device"
@@ -122,6 +122,8 @@ class BlockMask:
     mod = trace_mod("mask_mod", mask_mod, (B, Hq, M, N), aux)
     kernel = _count(mod, M, N, block_m, block_n)
     if 0 not in counts.shape:
+      if empty := [f"aux[{i}] has shape {x.shape}" for i, x in enumerate(aux) if 0 in x.shape]:
+        raise ValueError(f"{empty[0]}; every size must be at least 1")
       counts = Tensor.custom_kernel(counts, *aux, fxn=kernel)[0].realize()
     return cls(mask_mod, aux, M, N, block_m, block_n, counts)
 

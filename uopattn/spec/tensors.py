@@ -103,6 +103,13 @@ def placed(x: Any, device: str | tuple[str, ...] | None, weak: DType | None = No
   return x.clone(device=device) if x.device is None else x
 
 
+def with_axis(xs: Any) -> Any:
+  """Give each Tensor of a tuple that has no axis one of size 1, as kernels see it; return anything else as it is."""
+  if not isinstance(xs, tuple):
+    return xs
+  return tuple(x.reshape(1) if isinstance(x, Tensor) and x.ndim == 0 else x for x in xs)
+
+
 def as_int(x: Tensor) -> Tensor:
   """Cast integers to int32, first clamped to [-FAR, FAR] if their dtype holds larger ones."""
   if dtypes.int32.max < x.dtype.max:

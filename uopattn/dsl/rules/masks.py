@@ -42,7 +42,9 @@ class Table:
     places = index if isinstance(index, tuple) else (index,)
     if len(places) != self.ndim:
       raise IndexError(f"{len(places)} indices for a tensor of shape {self.shape}; there must be {self.ndim}")
-    found = [(x if isinstance(x, UOp) else UOp.const(x)).cast(dtypes.weakint) for x in places]
+    found = [_whole(x).cast(dtypes.weakint) for x in places]
+    if 0 in self.shape:  # everything is out of bounds
+      return UOp.const(0, self.dtype)
     doubts = [x < size for x, size in zip(found, self.shape, strict=True) if x.vmax >= size]
     doubts += [x >= 0 for x in found if x.vmin < 0]
     if not doubts:
@@ -53,6 +55,15 @@ class Table:
     pairs = zip(found, self.shape, strict=True)
     clamped = [x if x.vmin >= 0 and x.vmax < size else clamp(x, 0, size - 1) for x, size in pairs]
     return inside.where(self.buffer[tuple(clamped)].load(), UOp.const(0, self.dtype))
+
+
+def _whole(index: object) -> UOp:
+  """Return an index of a table as a UOp. Raises TypeError if it is no integer."""
+  if not isinstance(index, (int, UOp)) or isinstance(index, bool):
+    raise TypeError(f"an index of a tensor is {index!r}; it must be an integer, of which there is one for each axis")
+  if isinstance(index, UOp) and not dtypes.is_int(index.dtype):
+    raise TypeError(f"an index of a tensor has dtype {index.dtype}; it must be an integer: write x.cast(dtypes.int)")
+  return index if isinstance(index, UOp) else UOp.const(index)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ documentation is https://github.com/microsoft/onnxruntime/blob/main/docs/Contrib
 - A `local_window_size` of 0 is no window, as on its CUDA provider; the CPU provider of 1.32 returns zeros.
 - GroupQueryAttention's norms of queries and keys, and a `k_quant_type` other than `v_quant_type`, which the CPU
   provider refuses, are those of the documentation.
+- Among GroupQueryAttention's scores (`qk_output=1`) those of hidden keys are -inf; the CPU provider has 0 there.
 - A scale for a cache that has no integers is refused, not ignored.
 - Presents may be left out, and a cache of integers need not have a past.
 """
