@@ -67,7 +67,7 @@ from uopattn.dsl.nvidia.mma_layout import (
   row_of,
   row_reduce,
 )
-from uopattn.dsl.nvidia.narrow import NarrowEpilogue, NarrowMma, NarrowTiles, columns_of, fits_narrow
+from uopattn.dsl.nvidia.narrow import NarrowEpilogue, NarrowMma, NarrowTiles, check_narrow, columns_of, fits_narrow
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import KEYS, VALUES, Rules
@@ -192,10 +192,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
 
   Raises:
-    ValueError: `Tiles.step` is for elements of another size.
+    ValueError: `Tiles.step` is for elements of another size; `Tiles.narrow` does not serve the head sizes.
   """
   check_step(tiles.step, q.dtype)
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
+  check_narrow(tiles.narrow, Dk, Dv)
   blocks, p_scale = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)

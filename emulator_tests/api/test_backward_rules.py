@@ -78,6 +78,7 @@ CASES: dict[str, Options] = {
   "causal, before all keys": {"masks": (Window(None, 0),), "q_start": -130},
   "window": {"masks": (Window(30, 9),), "q_start": 40},
   "left": {"masks": (Window(25, None),)},
+  "left, to the end of a tile": {"masks": (Window(63, None),)},
   "behind all queries": {"masks": (Window(4, 4),), "q_start": 400},
   "q_start of each batch": {"masks": (Window(60, 3),), "q_start": np.array([-20, 90], np.int32)},
   "lengths of each batch": {"kv_lengths": np.array([0, 101], np.int32)},

@@ -7,7 +7,7 @@ from typing import Any
 import four_bits
 import numpy as np
 import pytest
-from helpers import on, placed
+from helpers import on, placed, take_tiles
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
@@ -18,6 +18,7 @@ from uopattn.dsl.nvidia import narrow
 from uopattn.dsl.rules import head_view
 from uopattn.dsl.rules.quantized import FORMATS, INT4, NVFP4, FourBits
 from uopattn.dsl.target import Target, VectorUnit
+from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import dispatch
 from uopattn.proof.gate import Gate, numpy
 from uopattn.proof.oracle import Array
@@ -285,3 +286,20 @@ def test_gradients_are_of_q_alone(kind: str) -> None:
     np.testing.assert_allclose(one, other, atol=1e-6 * max(1.0, np.abs(other).max()))
   assert len(found[0]) == 3
   assert not np.any(found[0][1])
+
+
+@pytest.mark.parametrize(("kind", "Dk"), [("int4", 48), ("nvfp4", 80), (dtypes.int8, 24)], ids=str)
+def test_narrow_tiles_by_hand_refuse_rows_that_are_no_whole_blocks(
+  kind: DType | str, Dk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Elements of K behind its last block of four words would be left out of the product."""
+  bits = 4 if isinstance(kind, str) else 8
+  take_tiles(monkeypatch, cuda_forward.Tiles(1, 1, 32, narrow=bits))
+  with on("sm_80"):
+    cache = KVCache(1, 1, 40, Dk, 32, dtype=kind, device="EMU")
+    q = placed(np.ones((1, 1, 1, Dk)), dtypes.half, "EMU")
+    said = (
+      f"Tiles.narrow={bits}: must be 0 for head sizes {Dk} and 32, .* multiples of {128 // bits} for K and 16 for V"
+    )
+    with pytest.raises(ValueError, match=said):
+      cache.attend(q, 39, backend="kernel").realize()

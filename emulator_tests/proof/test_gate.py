@@ -223,6 +223,16 @@ def test_a_tile_of_keys_that_counts_too_much_is_seen(dtype, factor: float) -> No
 
 
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
+def test_the_rounding_of_a_weight_that_is_most_of_its_tile_is_no_fault(dtype) -> None:
+  """It is the same in all columns. The largest weight, which is 1, is rounded where scales of values multiply it."""
+  k, v = (of_type(x, dtype) for x in np.random.default_rng(9).normal(size=(2, 1, 1, 77, 320)))
+  gate = Gate.of_arrays(k[:, :, 70:71], k, v, dtype)
+  rounding = gate.unit * v[0, 0, 70]
+  assert gate.output(of_type(gate.exact + 0.9 * rounding, dtype)).correct
+  assert "tile" in kinds(gate.output(of_type(gate.exact + 6 * rounding, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
 def test_roundings_that_rows_share_are_no_fault(dtype) -> None:
   """Rows that are alike have the same roundings, so their mean is no smaller: by itself it looks like a bias."""
   random = np.random.default_rng(6)

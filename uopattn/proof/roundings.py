@@ -250,9 +250,26 @@ class Shares:
       part = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
       share = t.weights[:, part] @ y[part]
       squares = np.square(share) + LEAST_SQUARE
-      sums = unit * np.vdot(share, error), unit**2 * np.vdot(squares, variance)
+      variance_of_tile = unit**2 * np.vdot(squares, variance) + self._together(t, part, share, squares)
+      sums = unit * np.vdot(share, error), variance_of_tile
       size = squares.sum(1)
       self.of_tiles[:, t.place[0], t.place[1], tile] += *sums, slack @ np.sqrt(size), size.sum()
+
+  def _together(self, t: Term, part: slice, share: Array, squares: Array) -> float:
+    """Return what the errors of a tile's own weights add to its variance, as each is the same in all columns.
+
+    In `Product.elements` they are as if independent: this is the difference, if it is positive. It matters where few
+    weights, in few rows, are most of a tile.
+    """
+    y = self.product.operand[t.operand][t.inner][part]
+    along, apart = share @ y.T, squares @ np.square(y).T
+    found = np.vdot(t.variance[:, part], np.square(along) - apart)
+    if t.shared is not None:  # these multiply Y - X
+      x = self.product.exact[(*t.result, t.rows)].astype(np.float32)
+      along = along - np.einsum("id,id->i", share, x)[:, None]
+      apart = apart - 2 * (squares * x) @ y.T + np.einsum("id,id->i", squares, np.square(x))[:, None]
+      found += np.vdot(t.shared[:, part], np.square(along) - apart)
+    return max(float(found), 0.0)
 
   def families(self) -> Iterator[Family]:
     for kind, (value, variance, slack, size) in ((self.product.key, self.of_rows), ("tile", self.of_tiles)):

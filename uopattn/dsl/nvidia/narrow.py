@@ -41,9 +41,21 @@ def columns_of(size: int, bits: int) -> int:
   return ceildiv(size, block) * block
 
 
+def whole_blocks(Dk: int, Dv: int, bits: int) -> bool:
+  """Whether rows of K are blocks of four words, all of whose elements `NarrowMma` multiplies, and those of V words."""
+  return Dk % (QUAD * 32 // bits) == Dv % 16 == 0
+
+
+def check_narrow(bits: int, Dk: int, Dv: int) -> None:
+  """Raise ValueError if `Tiles.narrow` is not 0 and does not serve the head sizes."""
+  if bits and not whole_blocks(Dk, Dv, bits):
+    multiples = f"multiples of {QUAD * 32 // bits} for K and 16 for V"
+    raise ValueError(f"Tiles.narrow={bits}: must be 0 for head sizes {Dk} and {Dv}, which are not {multiples}")
+
+
 def fits_narrow(rows: HeadView) -> bool:
   """Whether rows can be in `NarrowTiles`: their elements are widened, and they are whole words in memory."""
-  return rows.widens and rows.size % 16 == 0 and rows.alignment % WORD == 0
+  return rows.widens and rows.alignment % WORD == 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, check_type
 from uopattn.dsl.nvidia.mma_layout import MMA_M
+from uopattn.dsl.nvidia.narrow import whole_blocks
 from uopattn.dsl.rules.bias import BiasWork, Places
 from uopattn.dsl.schedule import HEAD_SCALES, Problem
 from uopattn.dsl.target import Target
@@ -64,15 +65,19 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   for x in others:
     in_registers = x.registers(Dk, Dv) <= max(_budget(x, problem), best.registers(Dk, Dv))
     has_rows = (x.warps - 1) * x.m_tiles * MMA_M < M  # for each warp
-    if in_registers and replace(x, narrow=0).shared_bytes(Dk, Dv) <= target.lds and has_rows:
+    if in_registers and _shared_bytes(x, problem) <= target.lds and has_rows:
       yield x
 
 
 def _narrow(x: Forward, problem: Problem) -> Forward:
   """The tiles with K and V as they are in memory, if these have 8 or 4 bits and one warp multiplies them in 16."""
-  bits = problem.stored.bitsize
-  whole = problem.Dk % (128 // bits) == problem.Dv % 16 == 0  # K in blocks of four words
-  return replace(x, narrow=bits) if bits < 16 == x.step and x.warps == 1 and x.in_registers and whole else x
+  bits, alone = problem.stored.bitsize, x.warps == 1 and x.in_registers
+  return replace(x, narrow=bits) if bits < 16 == x.step and alone and whole_blocks(problem.Dk, problem.Dv, bits) else x
+
+
+def _shared_bytes(x: Forward, problem: Problem) -> int:
+  """Shared memory of the tiles; of narrow ones if they are widened after all, as are rows that are no whole words."""
+  return replace(x, narrow=0).shared_bytes(problem.Dk, problem.Dv)
 
 
 def _first_fitting(in_order: Sequence[Forward], problem: Problem, target: Target) -> Forward:
@@ -85,7 +90,7 @@ def _first_fitting(in_order: Sequence[Forward], problem: Problem, target: Target
   *candidates, smallest = in_order
   idle = None
   for x in candidates:
-    if x.registers(Dk, Dv) > _budget(x, problem) or replace(x, narrow=0).shared_bytes(Dk, Dv) > target.lds:
+    if x.registers(Dk, Dv) > _budget(x, problem) or _shared_bytes(x, problem) > target.lds:
       continue
     if x.m_tiles > 1 and x.block_m // 2 >= M:  # half of it, or more, would have no queries
       continue
@@ -96,7 +101,7 @@ def _first_fitting(in_order: Sequence[Forward], problem: Problem, target: Target
     idle = idle or x
   if idle is not None:
     return idle
-  registers, shared = smallest.registers(Dk, Dv), smallest.shared_bytes(Dk, Dv)
+  registers, shared = smallest.registers(Dk, Dv), _shared_bytes(smallest, problem)
   if registers > LIMIT or shared > target.lds:
     raise _too_large(problem, registers, LIMIT, shared, target)
   return smallest
