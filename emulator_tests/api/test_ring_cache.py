@@ -298,6 +298,10 @@ def test_bad_arguments() -> None:
     cache.prefill(q, k, v, mask_mod=lambda b, h, i, j: i > j)  # type: ignore[call-overload]
   with pytest.raises(ValueError, match="v has shape"):
     cache.prefill(q, k, k)
+  for M in (2, 4):  # keys of fewer positions than queries, and of more
+    _, other_k, other_v = Text().next(M)
+    with pytest.raises(ValueError, match=rf"k has shape .*{M}, .* q has .*; both must be of the same M positions"):
+      cache.prefill(q, other_k, other_v)
   with pytest.raises(ValueError, match="q has"):
     cache.prefill(q[:, :3], k, v)
   assert (cache.k.numpy() == 0).all()

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from helpers import DTYPES, check, check_attention, problem_of, qkv, with_vectors
+from test_paged_four_bits import Case
 from tinygrad import Tensor, dtypes
 
 from uopattn import attention
@@ -15,6 +16,11 @@ from uopattn.plan.tiles import cpu
 @pytest.mark.parametrize("q_start", [-200, -40, -1, 1, 53, 54, 1000])
 def test_causal_at_any_start(q_start: int) -> None:
   check_attention(*qkv(1, 2, 2, 77, 130, 16, 16), is_causal=True, q_start=q_start)
+
+
+def test_few_keys_in_pages_of_four_bits() -> None:
+  """Not as many as a register block has: their numbers, with which the scales are read, are constants."""
+  Case("int4", [3], 3, 16, sizes=(1, 1, 16, 16)).check()
 
 
 def test_a_start_without_a_causal_mask_changes_nothing() -> None:

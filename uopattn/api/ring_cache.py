@@ -289,7 +289,7 @@ class RingCache(CacheMemory):
 
     Args:
       q: (B, Hq, M, Dk), as in `attend`, any M.
-      k, v, lengths: as in `append`. Rows of the output at or beyond lengths[b] are of no use.
+      k, v, lengths: as in `append`, of the same M positions. Rows of the output at or beyond lengths[b] are of no use.
       scale, enable_gqa, softcap, sinks, return_lse, backend: as in `attend`.
 
     Returns:
@@ -310,8 +310,9 @@ class RingCache(CacheMemory):
     """
     backend, given = options.pop("backend", "auto"), {"enable_gqa": True, **options}
     causal = Arguments.of("RingCache.prefill", RingOptions, given, is_causal=True, return_lse=return_lse)
-    q, k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("q", q), ("k", k), ("v", v)))
-    M = sizes(batched("q", q))[2]
+    q, (k, v) = placed(check_tensor("q", q), self._device, self._weak), self._rows(k, v)
+    if (M := sizes(batched("q", q))[2]) != sizes(k)[2]:
+      raise ValueError(f"k has shape {k.shape}, q has {q.shape}; both must be of the same M positions")
     first = min(self._sink_tokens, M)
     of_window = replace(causal, window=(self._window - 1, 0), q_start=-first)
     if first == 0:

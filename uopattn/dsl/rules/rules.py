@@ -280,13 +280,16 @@ class HeadRules(HeadMasks):
     return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
 
   def _scale(self, which: int, key: UOp, masked: bool) -> UOp:
-    """The factor on a widened key or value. For a key that does not exist it is 0, and no scale is read."""
+    """The factor on a widened key or value. For a key that does not exist it is 0, and its scale is not read."""
     r = self.rules.scales
     assert r is not None
     if self.scales_near is not None:
       return self.scales_near[which](key) * r.unit
     inside = None if not masked or key.vmax < self.length.vmin else key < self.length
-    scale = self.scale_rows(which).element(key, UOp.const(0), inside) * r.unit
+    # A tile's pages have a row for each of its keys, so that no gate is needed. It would do harm: tinygrad simplifies
+    # an index by its gate, and if the key is a constant, so the loop that looked up the rows, for each key differently.
+    in_tile = self.rules.pages is not None and self.rules.pages.tile is not None
+    scale = self.scale_rows(which).element(key, UOp.const(0), None if in_tile else inside) * r.unit
     return scale if inside is None else inside.where(scale, 0.0)
 
   def scale_rows(self, which: int) -> HeadView:
