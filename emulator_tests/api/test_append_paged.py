@@ -425,6 +425,13 @@ def test_bad_arguments_write_nothing(name: str) -> None:
     np.testing.assert_array_equal(was, now)
 
 
+def test_keys_and_values_in_the_same_memory() -> None:
+  k, pages = zeros(1, 2, 3, 16), zeros(4, 2, 4, 16)
+  with pytest.raises(ValueError, match="v_pages is the same memory as k_pages"):
+    append_paged(k + 1, k + 2, pages, pages, Tensor([[0]]), 0)
+  assert not pages.numpy().any()
+
+
 def test_a_bad_scale() -> None:
   pool = Pool(4, 3, dtypes.fp8e5m2)
   k, v = pool.new(3, dtypes.float32)

@@ -177,6 +177,8 @@ def _check_memory(parts: list[Tensor], axis: int | None) -> None:
     if not is_memory(x) or axis not in (1, None) or (i >= 2 and base_of(x.uop) is not x.uop):
       accepted = "a realized Tensor or a strided view of one" if i < 2 else "a realized Tensor, and no view"
       raise ValueError(f"{name} is no memory to write to; it must be {accepted}, {whole}")
+  if parts[0].uop is parts[1].uop:
+    raise ValueError("v_pages is the same memory as k_pages; keys and values must each have their own")
 
 
 def _whole(x: Any) -> Any:
