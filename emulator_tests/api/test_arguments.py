@@ -49,6 +49,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
      ValueError, "device 'TPU' is unknown; accepted are CPU"),
   "backend": ((Q, Q, Q), {"backend": "fast"}, ValueError, "backend is 'fast'; accepted are auto, kernel, reference"),
   "scale": ((Q, Q, Q), {"scale": "big"}, TypeError, "scale is 'big'; it must be a number"),
+  "scale too large": ((Q, Q, Q), {"scale": 10**400}, ValueError, "^scale is inf; it must be finite$"),
   "scale inf": ((Q, Q, Q), {"scale": float("inf")}, ValueError, "scale is inf; it must be finite"),
   "dropout": ((Q, Q, Q), {"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; it must be in"),
   "window": ((Q, Q, Q), {"window": 5}, TypeError, "window is 5; it must be"),

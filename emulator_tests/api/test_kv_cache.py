@@ -227,6 +227,8 @@ def test_other_bad_arguments() -> None:
     cache.attend(tensor(B, HQ, 3, DK), 68)
   with pytest.raises(ValueError, match="start is a Variable from 0 to 69; for 2 of the cache's 70"):
     cache.attend(tensor(B, HQ, 2, DK), start_at(3))
+  with pytest.raises(ValueError, match=r"^axis is 5 for B=1 and Hkv=2 on 1 device; it must be 0, 1 or None"):
+    KVCache(1, 2, 4, 8, axis=5)
   with pytest.raises(ValueError, match="N_max is -1; it must be an int >= 0"):
     KVCache(B, HKV, -1, DK)
   with pytest.raises(ValueError, match="Dk is 0; it must be an int >= 1"):

@@ -125,10 +125,11 @@ class CacheMemory:
     stored = dtypes.uint8 if isinstance(dtype, str) else dtype
     self._sizes = (Dk, Dv)
 
-    if isinstance(device, tuple) and axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % len(device)):
+    devices = len(device) if isinstance(device, tuple) else 1
+    if axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % devices):
       raise ValueError(
-        f"axis is {axis} for B={B} and Hkv={Hkv} on {len(device)} devices; it must be 0, 1 or None, and the devices "
-        "must divide that size"
+        f"axis is {axis} for B={B} and Hkv={Hkv} on {devices} device{'s' * (devices > 1)}; it must be 0, 1 or None, "
+        "and the devices must divide that size"
       )
 
     def zeros(*shape: int, dtype: DType) -> Tensor:

@@ -135,9 +135,13 @@ def check_tensor_of(name: str, x: object, shape: tuple[int, ...], accepted: tupl
 def number(name: str, value: object) -> float:
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     raise TypeError(f"{name} is {described(value)}; it must be a number")
-  if not math.isfinite(value):
-    raise ValueError(f"{name} is {value}; it must be finite")
-  return float(value)
+  try:
+    found = float(value)
+  except OverflowError:  # of an int
+    found = math.inf
+  if not math.isfinite(found):
+    raise ValueError(f"{name} is {found}; it must be finite")
+  return found
 
 
 def as_place(x: int | UOp | Tensor) -> list[Tensor]:
