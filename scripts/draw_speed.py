@@ -45,9 +45,10 @@ def draw(path: Path, results: Path) -> int:
       _draw_case(axis, y, case, case.row(records))
       y += 1
     y += 0.5
-  dates = sorted({records[case.record]["date"] for case in CASES if case.machine in HEADS})
+  drawn = [case for case in CASES if case.machine in HEADS]
+  dates = sorted({records[case.record]["date"] for case in drawn})
   dates = list(dict.fromkeys([dates[0], dates[-1]]))
-  shown = {name for case in CASES if case.machine in HEADS for name in relative(case.row(records))}
+  shown = {name for case in drawn for name in relative(case.row(records))}
   for name in (name for name in COLOURS if name in shown):
     axis.scatter([], [], color=COLOURS[name], label=OURS if name == OURS else NAMES[name])
   axis.legend(loc="upper right", frameon=False)

@@ -258,10 +258,11 @@ def quick_cases(record: dict[str, Any], exist: set[str]) -> list[str]:
       for value in values.rstrip("]").split("-"):
         with_fact.setdefault((test, value), set()).add(name)
   chosen = smallest(list(with_fact.values()), seconds)
-  without = tests.keys() - {name.partition("[")[0] for name in chosen}
-  count = Counter(name.partition("::")[0] for name in {name.partition("[")[0] for name in chosen})
+  with_case = {name.partition("[")[0] for name in chosen}
+  count = Counter(test.partition("::")[0] for test in with_case)
+  others = (min(tests[test], key=seconds.__getitem__) for test in tests.keys() - with_case)
   lines = list(chosen)
-  for shortest in sorted((min(tests[test], key=seconds.__getitem__) for test in without), key=seconds.__getitem__):
+  for shortest in sorted(others, key=seconds.__getitem__):
     file, test = shortest.partition("::")[0], shortest.partition("[")[0]
     taken = seconds[shortest] < LONG or count[file] < FEWEST
     lines.append(shortest if taken else NO_CASE + test)

@@ -11,12 +11,12 @@ A Tensor of `aux` is indexed with one integer per axis, and has `shape`, `ndim` 
 negative ones included, read 0 (False) and have no gradient.
 """
 
-import math
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from uopattn.spec.tensors import WIDEST, described
+from uopattn.spec.arguments import check_softcap
+from uopattn.spec.tensors import WIDEST, check_int, described
 from uopattn.spec.trace import MissingAux
 
 Mask = Callable[..., Any]
@@ -63,7 +63,7 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     ···███
   """
   for name, side in (("left", left), ("right", right)):
-    _check_int(name, side)
+    check_int(name, side)
     if not 0 <= side <= WIDEST:
       raise ValueError(
         f"{name} is {side}; it must be from 0 to {WIDEST}; None, no bound, is for attention's own window"
@@ -93,7 +93,7 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
     █·█·█·
     ·█·█·█
   """
-  _check_int("step", step)
+  check_int("step", step)
   if step < 1:
     raise ValueError(f"step is {step}; it must be at least 1")
   within = sliding_window(left, right)
@@ -118,7 +118,7 @@ def prefix_lm(length: int) -> Mask:
     █████·
     ██████
   """
-  _check_int("length", length)
+  check_int("length", length)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     return (kv_idx < length) | (kv_idx <= q_idx)
@@ -240,16 +240,11 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str)
   return lambda *given: reduce(join, [mask(*given) for mask in masks])
 
 
-def _check_int(name: str, x: object) -> None:
-  if isinstance(x, bool) or not isinstance(x, int):
-    raise TypeError(f"{name} is {described(x)}; it must be an int")
-
-
 def _check_sides(name: str, x: object) -> None:
   if not isinstance(x, tuple) or len(x) != 2:
     raise TypeError(f"{name} is {x if isinstance(x, tuple) else described(x)}; it must be (height, width)")
   for side in x:
-    _check_int(f"a side of {name}", side)
+    check_int(f"a side of {name}", side)
 
 
 def alibi(place: int = 0) -> Score:
@@ -286,7 +281,7 @@ def alibi_slopes(heads: int) -> list[float]:
     >>> mods.alibi_slopes(3)
     [0.0625, 0.00390625, 0.25]
   """
-  _check_int("heads", heads)
+  check_int("heads", heads)
   if heads < 1:
     raise ValueError(f"heads is {heads}; it must be at least 1")
   power = 1 << (heads.bit_length() - 1)
@@ -340,8 +335,5 @@ def softcap(cap: float) -> Score:
     >>> round(score.item(), 3)  # 5 * tanh(6 / 5)
     4.168
   """
-  if isinstance(cap, bool) or not isinstance(cap, (int, float)):
-    raise TypeError(f"cap is {described(cap)}; it must be a number")
-  if not 0 < cap < math.inf:
-    raise ValueError(f"cap is {cap}; it must be greater than 0")
+  check_softcap("cap", cap)
   return lambda score, b, h, q_idx, kv_idx, *aux: (score / cap).tanh() * cap

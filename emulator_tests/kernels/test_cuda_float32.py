@@ -44,7 +44,7 @@ def test_tf32_only_where_it_is_allowed() -> None:
         assert all(report.correct for report in verify(q, k, v, out, tf32=bool(allowed)))
         assert all(report.correct for report in verify(q, k, v, out)) != bool(allowed)
     fxn = functools.partial(flash, tiles=cuda_forward.Tiles(1, 1, 16, step=8, tf32=True))
-    with pytest.raises(ValueError, match=r"tf32=True.*\) multiplies float32 in tf32: allow .* or set tf32=F"):
+    with pytest.raises(ValueError, match=r"tf32=True, narrow=0\) multiplies float32 in tf32: allow .* or set tf32=F"):
       Tensor.custom_kernel(poisoned(q, v), q, k, v, fxn=fxn)[0].realize()
 
 

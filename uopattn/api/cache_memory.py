@@ -18,7 +18,7 @@ from uopattn.plan.append import append_call
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
-from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, near, placed
+from uopattn.spec.tensors import check_device, check_size, check_tensor, dtype_name, near, placed
 
 T = TypeVar("T")
 
@@ -107,9 +107,7 @@ class CacheMemory:
     """Allocate the memory, filled with 0; see `KVCache`. Raises TypeError or ValueError if an argument does not fit."""
     Dv = Dk if Dv is None else Dv
     for name, size in (("B", B), ("Hkv", Hkv), ("Dk", Dk), ("Dv", Dv)):
-      least = 0 if name == "B" else 1
-      if not isinstance(size, int) or size < least:
-        raise ValueError(f"{name} is {described(size)}; it must be an int >= {least}")
+      check_size(name, size, 0 if name == "B" else 1)
     accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
     self._four = FORMATS.get(dtype) if isinstance(dtype, str) else None
     if self._four is None and dtype not in accepted:

@@ -12,7 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.kernels.append import Rows
 from uopattn.spec.arguments import Arguments, CacheOptions
 from uopattn.spec.shards import Devices
-from uopattn.spec.tensors import batched, check_tensor, described, placed
+from uopattn.spec.tensors import batched, check_size, check_tensor, placed
 
 
 class KVCache(CacheMemory):
@@ -97,8 +97,7 @@ class KVCache(CacheMemory):
       >>> cache.k.shape, cache.k_scale.shape
       ((1, 8, 1000, 64), (1, 8, 1000))
     """
-    if not isinstance(N_max, int) or N_max < 0:
-      raise ValueError(f"N_max is {described(N_max)}; it must be an int >= 0")
+    check_size("N_max", N_max, 0)
     super().__init__(B, Hkv, N_max, Dk, Dv, dtype, device, axis)
 
   @overload

@@ -15,7 +15,7 @@ from uopattn.dsl.rules.masks import FAR
 from uopattn.kernels.append import Ring
 from uopattn.spec.arguments import Arguments, RingOptions, check_tensor_of
 from uopattn.spec.shards import Devices
-from uopattn.spec.tensors import batched, check_device, check_tensor, described, near, placed
+from uopattn.spec.tensors import batched, check_device, check_size, check_tensor, near, placed
 
 
 class RingCache(CacheMemory):
@@ -88,8 +88,7 @@ class RingCache(CacheMemory):
       (1, 8, 1028, 64)
     """
     for name, size, low in (("window", window, 1), ("sink_tokens", sink_tokens, 0), ("M_max", M_max, 1)):
-      if not isinstance(size, int) or size < low:
-        raise ValueError(f"{name} is {described(size)}; it must be an int >= {low}")
+      check_size(name, size, low)
     self._window, self._sink_tokens, self._M_max = window, sink_tokens, M_max
     self._place = Ring(sink_tokens, window + M_max - 1)
     super().__init__(B, Hkv, sink_tokens + window + M_max - 1, Dk, Dv, dtype, device, axis)

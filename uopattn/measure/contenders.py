@@ -285,11 +285,14 @@ def torchs_runner(call: Callable[[], Any], result: Callable[[], list[Array]], ti
   return Runner(within(call), within(result), times, within(import_torch().cuda.synchronize))
 
 
+BACKENDS = ("flash", "cudnn", "flex")  # of torch, on a GPU; flex without gradients
+
+
 def backends_of_torch(backward: bool) -> dict[str, Contender]:
   """Return torch's attention by name: on a CPU the one that it chooses, on a GPU each backend. Raises ImportError."""
   if on_cpu():
     return {"torch": load_torch("", backward)}
-  return {f"torch {x}": load_torch(x, backward) for x in ("flash", "cudnn", *(() if backward else ("flex",)))}
+  return {f"torch {x}": load_torch(x, backward) for x in BACKENDS if not (backward and x == "flex")}
 
 
 def _backend_of_torch(backend: str) -> Callable[[bool], dict[str, Contender]]:
@@ -297,7 +300,7 @@ def _backend_of_torch(backend: str) -> Callable[[bool], dict[str, Contender]]:
 
   def found(backward: bool) -> dict[str, Contender]:
     if name not in (backends := backends_of_torch(backward)):
-      raise Usage(f"--against torch-{backend}: takes no part here; with --against torch {' and '.join(backends)} do")
+      raise Usage(f"--against torch-{backend}: takes no part here; --against torch is {', '.join(backends)}")
     return {name: backends[name]}
 
   return found
@@ -309,7 +312,7 @@ def _flash_attention(name: str) -> Callable[[bool], dict[str, Contender]]:
 
 LOADERS: dict[str, Callable[[bool], dict[str, Contender]]] = {
   "torch": backends_of_torch,
-  **{f"torch-{name}": _backend_of_torch(name) for name in ("flash", "cudnn", "flex")},
+  **{f"torch-{name}": _backend_of_torch(name) for name in BACKENDS},
   "tinygrad": lambda backward: {"tinygrad": tinygrad},
   **{name: _flash_attention(name) for name in FLASH_ATTENTION},
 }

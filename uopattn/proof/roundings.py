@@ -250,18 +250,22 @@ class Shares:
       part = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
       share = t.weights[:, part] @ y[part]
       squares = np.square(share) + LEAST_SQUARE
-      variance_of_tile = unit**2 * np.vdot(squares, variance) + self._together(t, part, share, squares)
+      variance_of_tile = unit**2 * np.vdot(squares, variance) + self._together(t, part, y[part], share, squares)
       sums = unit * np.vdot(share, error), variance_of_tile
       size = squares.sum(1)
       self.of_tiles[:, t.place[0], t.place[1], tile] += *sums, slack @ np.sqrt(size), size.sum()
 
-  def _together(self, t: Term, part: slice, share: Array, squares: Array) -> float:
+  def _together(self, t: Term, part: slice, y: Array, share: Array, squares: Array) -> float:
     """Return what the errors of a tile's own weights add to its variance, as each is the same in all columns.
 
     In `Product.elements` they are as if independent: this is the difference, if it is positive. It matters where few
     weights, in few rows, are most of a tile.
+
+    Args:
+      part: which of the weights are the tile's.
+      y: what they multiply.
+      share, squares: the sums of their products, and the squares of these.
     """
-    y = self.product.operand[t.operand][t.inner][part]
     along, apart = share @ y.T, squares @ np.square(y).T
     found = np.vdot(t.variance[:, part], np.square(along) - apart)
     if t.shared is not None:  # these multiply Y - X

@@ -158,7 +158,8 @@ def check_number(name: str, value: object, sizes: Sizes) -> None:
   number(name, value)
 
 
-def check_softcap(name: str, value: object, sizes: Sizes) -> None:
+def check_softcap(name: str, value: object, sizes: Sizes | None = None) -> None:
+  """Raise TypeError or ValueError unless the value is a finite number greater than 0."""
   if number(name, value) <= 0:
     raise ValueError(f"{name} is {value}; it must be greater than 0")
 

@@ -12,7 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import Table
 from uopattn.runtime.function import in_function
 from uopattn.spec.shards import gathered, part_of, pieces
-from uopattn.spec.tensors import check_tensors, described, placed, with_axis
+from uopattn.spec.tensors import check_int, check_tensors, described, placed, with_axis
 from uopattn.spec.trace import Mod, trace_mod
 
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
@@ -98,8 +98,7 @@ class BlockMask:
     """
     named = {"B": B, "Hq": Hq, "M": M, "N": N, "block_m": block_m, "block_n": block_n}
     for name, size in named.items():
-      if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name} is {described(size)}; it must be an int")
+      check_int(name, size)
       if size < (least := int(name.startswith("block"))):
         raise ValueError(f"{name} is {size}; it must be at least {least}")
     check_tensors("aux", aux)

@@ -103,6 +103,18 @@ def placed(x: Any, device: str | tuple[str, ...] | None, weak: DType | None = No
   return x.clone(device=device) if x.device is None else x
 
 
+def check_int(name: str, x: object) -> None:
+  """Raise TypeError unless x is an int."""
+  if isinstance(x, bool) or not isinstance(x, int):
+    raise TypeError(f"{name} is {described(x)}; it must be an int")
+
+
+def check_size(name: str, size: object, least: int) -> None:
+  """Raise ValueError unless a size is an int and at least `least`."""
+  if not isinstance(size, int) or size < least:
+    raise ValueError(f"{name} is {described(size)}; it must be an int >= {least}")
+
+
 def with_axis(xs: Any) -> Any:
   """Give each Tensor of a tuple that has no axis one of size 1, as kernels see it; return anything else as it is."""
   if not isinstance(xs, tuple):
