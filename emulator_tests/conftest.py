@@ -118,7 +118,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   for every in tests.values():
     cases = [case for case in every if case.get_closest_marker("slowest") is None]
     of_kinds = cover(kinds(cases))
-    for case in (of_quick := quick(of_kinds)):
+    named = [case for case in every if is_named(config, case.path, case.nodeid.partition("::")[2])]
+    left.update(named)
+    for case in (of_quick := [*named, *(case for case in quick(of_kinds) if case not in named)]):
       case.stash[IS_QUICK] = True
     left.update(cover(cases, of_kinds) if chosen == "values" else of_kinds if chosen == "kinds" else of_quick)
   config.hook.pytest_deselected(items=[item for item in items if item not in left])
@@ -142,15 +144,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def quick(cases: list[pytest.Item]) -> list[pytest.Item]:
-  """Those of a test's cases that quick.txt names; all of a test that it does not name at all, as of a new one."""
+  """Those of a test's cases that quick.txt names; all of a test that it does not name at all, as of a new one.
+
+  Of a test that has none there, none are run, unless an argument names the test.
+  """
   if not cases or NO_CASE + (test := place(cases[0]).split("[")[0]) in in_quick():
-    return []
+    return cases if cases and is_named(cases[0].config, cases[0].path, test.partition("::")[2]) else []
   named = {x for x in in_quick() if x.split("[")[0] == test}
   found = [case for case in cases if place(case) in named]
   unknown = named - {place(case) for case in found}
   if unknown and not any("::" in x for x in cases[0].config.args):  # which may name some of the cases alone
     raise pytest.UsageError(f"quick.txt names {min(unknown)}, which --kinds does not run: scripts/mutation --select")
   return found or cases
+
+
+def is_named(config: pytest.Config, path: Path, name: str) -> bool:
+  """Whether an argument names this test or case."""
+  arguments = (x.partition("::") for x in config.args)
+  return any(given == name and Path(file).resolve() == path for file, _, given in arguments)
 
 
 def place(case: pytest.Item) -> str:
