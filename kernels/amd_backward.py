@@ -43,7 +43,7 @@ from uopattn.dsl.packed import ALWAYS, words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
 
 GRADIENTS = ("dq", "dk_dv", "dk", "dv", "bias")
 
@@ -135,15 +135,16 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
     q: (heads, M, Dk), float16, bfloat16 or float32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
+      them; then the queries of a head are the heads that share a key head.
+    v: (kv_heads, N, Dv), likewise.
     do: (heads, M, Dv), the gradient of the attention's output.
     lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
     delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
+  (heads, M, Dk), (kv_heads, _, Dv), N, f = sizes(q), sizes(v), rules.N, tiles.fragments
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
@@ -220,10 +221,11 @@ def backward_kv(
     dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
     q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
+  (heads, M, Dk), Dv, N, f = sizes(q), sizes(v)[2], rules.N, tiles.fragments
+  kv_heads = heads // rules.heads_per_key_head
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
-  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   wanted = [(dv, Factor.P, do, 1.0), (dk, Factor.DS, q, rules.scale)]
   results = [(o, left, x, scale) for o, left, x, scale in wanted if o is not None]
   unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, *(left for _, left, _, _ in results)))
@@ -246,7 +248,7 @@ def backward_kv(
     return rows
 
   existing = [clamp(key, 0, (length - 1).maximum(0)) for key in keys]
-  stationary = [unit.load(HeadView.of(x, group.head, length), existing, length.ne(0)) for x in (k, v)]
+  stationary = [unit.load(members.keys(x), existing, length.ne(0)) for x in (k, v)]
   sums = [
     Sum(unit.zeros(s, sizes(o)[2], group.item), left, len(as_is) + i) for i, (o, left, _, _) in enumerate(results)
   ]
@@ -412,8 +414,8 @@ def score_row(
 ) -> ScoreRow:
   """The score row of a query with an lse from `row_lse`. With `past_end` it may not exist; its P will be 0."""
   early = shifts_early(rules)
-  if past_end and query.vmax >= rules.M:
-    lse = (query < rules.M).where(lse, -inf if early else inf)
+  if past_end and query.vmax >= rules.rows:
+    lse = (query < rules.rows).where(lse, -inf if early else inf)
   return ScoreRow(query, first, offsets, places, None if early else lse, neg_delta, lse if early else None)
 
 
@@ -423,7 +425,8 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table", "indices"),
+  unsupported=("scales", "page_table"),
+  pack_gqa=group_of_chosen,
 )
 # For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
 SEPARATE = replace(SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

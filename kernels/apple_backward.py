@@ -48,7 +48,7 @@ from uopattn.dsl.instructions import METAL, Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,16 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
     q: (heads, M, Dk), float16, bfloat16 or float32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
+      them; then the queries of a head are the heads that share a key head.
+    v: (kv_heads, N, Dv), likewise.
     do: (heads, M, Dv), the gradient of the attention's output.
     lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
     delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), (kv_heads, _, Dv), N = sizes(q), sizes(v), rules.N
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, LANES, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
@@ -141,13 +142,13 @@ def over_keys(
   delta: UOp,
 ) -> tuple[Mainloop, Any]:
   """The loops and the stationary rows of a threadgroup that keeps queries and streams keys."""
-  (heads, M, _), (kv_heads, _, _), group, tiles = sizes(q), sizes(v), unit.group, unit.tiles
+  (_, M, _), group, tiles = sizes(q), unit.group, unit.tiles
   row_stats = RowStats(METAL, lse, delta, group.head, rules.rules.moves)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     return unit.score_rows(first, lambda query: row_stats.of(query, True))
 
-  keys, values = (HeadView.of(x, group.head // (heads // kv_heads), rules.length) for x in (k, v))
+  keys, values = (rules.keys(x, kv_head=group.head // rules.rules.heads_per_key_head) for x in (k, v))
   pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
   loop = kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows)
   return loop, unit.stationary([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)])
@@ -173,10 +174,11 @@ def backward_kv(
     dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
     q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), Dv, N = sizes(q), sizes(v)[2], rules.N
+  kv_heads = heads // rules.heads_per_key_head
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, LANES)
-  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -195,7 +197,7 @@ def backward_kv(
   queries = tuple(HeadView.of(x, members.head, UOp.const(M)) for x in (q, do))
   pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, members.query_range, queries)
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
-  stationary = [HeadView.of(x, group.head, members.n_keys) for x in (k, v)]
+  stationary = [members.keys(x) for x in (k, v)]
   sums = loop.run(unit.stationary(stationary), sums, sums[0].acc, *members.axes)
   stores = []
   for (x, _, _, scale), total in zip(results, sums, strict=True):
@@ -313,7 +315,8 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table", "indices"),
+  unsupported=("scales", "page_table"),
+  pack_gqa=group_of_chosen,
 )
 # For head sizes where the registers of a simdgroup do not hold both dK and dV: one kernel for each.
 SEPARATE = replace(SCHEDULE, name="apple_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

@@ -41,9 +41,9 @@ from uopattn.dsl.cpu.gradients import (
 )
 from uopattn.dsl.cpu.mainloop import KeyTile, Tile, load_tile
 from uopattn.dsl.cpu.register_blocks import accumulate, zeros
-from uopattn.dsl.rules.head_view import Chosen, HeadView
+from uopattn.dsl.rules.head_view import Chosen
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Schedule
+from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Schedule, group_of_chosen
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def backward(
   keys = block.key_tiles(rules, block_m, block_n)
   loop = keys.loop(s, *block.axes, busy=block.busy)
   tile = keys.at(loop.index).with_pages(s, loop.axes).with_mask(s, block.row, block_m, loop.axes)
-  k_tile, v_tile = (load_tile(s, rows_of(x, block, tile), tile, loop.axes) for x in (k, v))
+  k_tile, v_tile = (load_tile(s, tile.rules.keys(x, kv_head=block.kv_head), tile, loop.axes) for x in (k, v))
   p, ds = recompute(s, k_tile, v_tile, q_t, do_t, Gradients(tile, block.row, lse_i, delta_i), tiles, loop)
   add = add_product if rules.pages is None else add_to_chosen
   dv_end, dk_end = (add(s, *x, block, tile, tiles, loop) for x in ((dv, p, do_rows), (dk, ds, q_rows)))
@@ -152,11 +152,6 @@ def recompute(
 
   end = each_score(s, block_n, k_tile, v_tile, q_t, do_t, tiles, loop.axes, stores)
   return p.after(end), ds.after(end)
-
-
-def rows_of(x: UOp, block: Block, tile: KeyTile) -> HeadView:
-  """The rows of k or v that a block reads."""
-  return HeadView.of(x, block.kv_head, tile.rules.length) if tile.rules.rules.pages is None else tile.rules.keys(x)
 
 
 def add_product(
@@ -249,6 +244,6 @@ SCHEDULE = Schedule(
   kernels=(Kernel.backward(backward, DQ, DK_SUMS, DV_SUMS),),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
-  pack_gqa=lambda problem: problem.group if "indices" in problem.features else 1,
+  pack_gqa=group_of_chosen,
   mixed=True,
 )

@@ -53,7 +53,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
 
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements per step -> an integer of their size
 
@@ -142,8 +142,9 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
     q: (heads, M, Dk), float16, bfloat16 or float32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
+      them; then the queries of a head are the heads that share a key head.
+    v: (kv_heads, N, Dv), likewise.
     do: (heads, M, Dv), the gradient of the attention's output.
     lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
     delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
@@ -153,7 +154,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), (kv_heads, _, Dv), N = sizes(q), sizes(v), rules.N
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, WARP, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
@@ -185,9 +186,9 @@ def over_keys(
 
   Shared memory is written after `free`.
   """
-  (heads, M, _), (kv_heads, _, _), group, tiles = sizes(q), sizes(v), unit.group, unit.tiles
+  (_, M, _), group, tiles = sizes(q), unit.group, unit.tiles
   row_stats = RowStats(CUDA, lse, delta, group.head, rules.rules.moves)
-  keys = [HeadView.of(x, group.head // (heads // kv_heads), rules.length) for x in (k, v)]
+  keys = [rules.keys(x, kv_head=group.head // rules.rules.heads_per_key_head) for x in (k, v)]
   sources = [(panels, of_head(x, key_range.tile)) for panels, x in zip(streamed, keys, strict=True)]
   pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
   copies = unit.copy([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)], *free)
@@ -222,10 +223,11 @@ def backward_kv(
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), Dv, N = sizes(q), sizes(v)[2], rules.N
+  kv_heads = heads // rules.heads_per_key_head
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, WARP)
-  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -239,7 +241,7 @@ def backward_kv(
   views = [HeadView.of(x, members.head, UOp.const(M)) for x in (q, do)]
   sources = [(panels, of_head(x, members.query_range.tile)) for panels, x in zip(streamed, views, strict=True)]
   pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
-  copies = unit.copy([HeadView.of(x, group.head, members.n_keys) for x in (k, v)])
+  copies = unit.copy([members.keys(x) for x in (k, v)])
   free = [UOp.barrier(x) for x in members.axes]  # the stages are in use until all warps are done with a head
   ready = pipeline.prologue(*free, *copies)
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
@@ -374,7 +376,8 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table", "indices"),
+  unsupported=("scales", "page_table"),
+  pack_gqa=group_of_chosen,
   tf32=True,
 )
 # For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.

@@ -34,7 +34,7 @@ from uopattn.dsl.instructions import GENERIC, Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,16 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
     q: (heads, M, Dk), float16, bfloat16 or float32, as far as the device has them.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
+      them; then the queries of a head are the heads that share a key head.
+    v: (kv_heads, N, Dv), likewise.
     do: (heads, M, Dv), the gradient of the attention's output.
     lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
     delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), (kv_heads, _, Dv), N = sizes(q), sizes(v), rules.N
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), 1, tiles.threads, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
@@ -131,15 +132,14 @@ def over_keys(
   delta: UOp,
 ) -> tuple[Mainloop, Any]:
   """The loops and the stationary rows of a workgroup that keeps queries and streams keys."""
-  (heads, M, _), (kv_heads, _, _), group = sizes(q), sizes(v), unit.group
+  (_, M, _), group = sizes(q), unit.group
   row_stats = RowStats(GENERIC, lse, delta, group.head, rules.rules.moves)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     return unit.score_rows(first, lambda query: row_stats.of(query, True))
 
   kept, filled = unit.stationary([HeadView.of(x, group.head, UOp.const(M), dtypes.float) for x in (q, do)])
-  kv_head = group.head // (heads // kv_heads)
-  sources = [HeadView.of(x, kv_head, rules.length, dtypes.float) for x in (k, v)]
+  sources = [rules.keys(x, dtypes.float, group.head // rules.rules.heads_per_key_head) for x in (k, v)]
   pipeline = unit.streamed(s, key_range, sources, filled, values_by_columns=True)
   return kind(s, unit, pipeline, rules, key_range, unit.tiles.block, score_rows), kept
 
@@ -154,10 +154,11 @@ def backward_kv(
     dv: (kv_heads, N, Dv), the output.
     q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), Dv, N = sizes(q), sizes(v)[2], rules.N
+  kv_heads = heads // rules.heads_per_key_head
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), 1, tiles.threads)
-  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   unit = ThreadRows.make(s, group, tiles)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -174,7 +175,7 @@ def backward_kv(
   sums = [
     Sum(unit.zeros(s, width, group.item), left, right) for width, left, right in ((Dk, Factor.DS, 0), (Dv, Factor.P, 1))
   ]
-  kept, filled = unit.stationary([HeadView.of(x, group.head, members.n_keys, dtypes.float) for x in (k, v)])
+  kept, filled = unit.stationary([members.keys(x, dtypes.float) for x in (k, v)])
   sources = [HeadView.of(x, members.head, UOp.const(M), dtypes.float) for x in (q, do)]
   pipeline = unit.streamed(s, members.query_range, sources, filled)
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
@@ -287,5 +288,6 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
-  unsupported=("scales", "page_table", "indices"),
+  unsupported=("scales", "page_table"),
+  pack_gqa=group_of_chosen,
 )

@@ -150,7 +150,7 @@ def backward_kv(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
-  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   member, query_range = members.member, members.query_range
   rows, row_stats = rows_of(group, group.block, tiles), RowStats(CUDA, lse, delta, members.head, rules.moves)
   fetched = s.buffer(tiles.block // 4, 2)

@@ -256,7 +256,7 @@ def backward(
   group = workgroup_of_keys(s, kv_heads, ceildiv(N, tiles.rows), section(kv_heads, heads // kv_heads, M, Dk, Dv), tiles)
 
   def members() -> QueryHeads:
-    return QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, BLOCK).from_last()
+    return QueryHeads.of(s, rules, group, tiles.rows, BLOCK).from_last()
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))

@@ -311,6 +311,11 @@ def group_of_few(problem: Problem) -> int:
   return problem.group if problem.is_decode and problem.block_heads is None else 1
 
 
+def group_of_chosen(problem: Problem) -> int:
+  """GQA packing where each query has chosen its keys: all query heads of a key head, else 1."""
+  return problem.group if "indices" in problem.features else 1
+
+
 def splits_on_gpu(problem: Problem, target: Target, tiles: Any, least_keys: int = LEAST_KEYS) -> int:
   """Splits of the keys that fill the GPU: as many workgroups as are resident on all multiprocessors at once.
 

@@ -1,15 +1,15 @@
-"""The backward pass of `attention_sparse` by chunks of queries, each with copies of the keys that it has chosen.
+"""The backward pass of `attention_sparse` on a GPU, by chunks of queries.
 
 In a chunk, each query of each key head is an attention of its own: its query heads are the queries, and the keys that
-it has chosen are the keys. Any kernels for gradients serve that, and plain ops where there are none. They leave a row
-of dK and of dV for each pair of query and chosen key, which `uopattn.kernels.chosen_gradients` adds up by keys. So a
-chunk takes memory for its pairs, not for all, and time O(M top_k D); only the inverse lists of a chunk go by all pairs
-of query and key, one number each.
+it has chosen are the keys. Kernels read these where they are; plain ops, where no kernels serve the head sizes, copy
+them. Both leave a row of dK and of dV for each pair of query and chosen key, which `uopattn.kernels.chosen_gradients`
+adds up by keys. So a chunk takes memory for its pairs, not for all, and time O(M top_k D); only the inverse lists of a
+chunk go by all pairs of query and key, one number each.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -26,7 +26,7 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import Input, make_spec
 
 GRADIENTS = "dq", "dk", "dv"
-CHUNK_BYTES = 1 << 30  # of copies and results of a chunk
+CHUNK_BYTES = 1 << 30  # of results and lists of a chunk
 
 
 def chunk_size(M: int, each: int) -> int:
@@ -62,9 +62,16 @@ class ChosenRows:
   def count(self) -> int:
     """Queries per chunk and batch."""
     s, heads = self.whole.spec, sizes(self.listed[0])[1]
-    rows = 2 * s.Hkv * s.N * (s.Dk + s.Dv) * s.dtype.itemsize
+    rows = s.Hkv * s.N * (s.Dk + s.Dv) * s.dtype.itemsize
     numbers = 2 * heads * s.kept[2] * (dtypes.int32.itemsize + count_dtype(s.N).itemsize)
     return chunk_size(self.M, self.B * (rows + numbers))
+
+  @functools.cached_property
+  def keys(self) -> tuple[Tensor, Tensor]:
+    """Keys and values in q's type, in which kernels of gradients read them."""
+    s = self.whole
+    k, v = (x if x.dtype == s.q.dtype else x.cast(s.q.dtype).contiguous() for x in (s.k, s.v))
+    return k, v
 
   def gradients(self, backend: str) -> list[Tensor]:
     """Return dQ as sequences, dK and dV. Raises ValueError if no kernels serve a chunk and the backend is "kernel"."""
@@ -91,7 +98,7 @@ class ChosenRows:
 
     Queries past the last one have no keys.
     """
-    s, Hkv = self.whole, self.whole.spec.Hkv
+    s = self.whole
     query = first + Tensor.arange(self.count, dtype=dtypes.int32)
     batch = Tensor.arange(self.B, dtype=dtypes.int32).reshape(-1, 1)
     sequence = (batch * self.M + query.minimum(self.M - 1)).reshape(-1)
@@ -102,17 +109,14 @@ class ChosenRows:
 
     def take(name: str, x: Tensor) -> Tensor:
       """The rows of the chunk, 0 for a query without keys: 0 times NaN is NaN."""
-      heads, _, *width = sizes(x)[1:]
-      rows = has_keys.where(x.reshape(sizes(x)[0], -1)[sequence], 0)
-      return memory.store(name, rows.reshape(-1, 1, heads // Hkv, *width))
+      count, *rest = sizes(x)
+      return memory.store(name, has_keys.where(x.reshape(count, -1)[sequence], 0).reshape(-1, *rest))
 
     q, do, lse, delta = (take(name, getattr(s, name)) for name in ("q", "do", "lse", "delta"))
-    k, v = (
-      memory.store(name, chosen_rows(x, table).reshape(-1, 1, s.spec.N, sizes(x)[3]).cast(q.dtype))
-      for name, x in (("k", s.k), ("v", s.v))
+    k, v = self.keys
+    arguments = Arguments(
+      scale=s.spec.scale, softcap=self.arguments.softcap, indices=(table, counts), enable_gqa=True, return_lse=True
     )
-    lengths = memory.store("lengths", counts.expand(sizes(counts)[0], Hkv).reshape(-1))
-    arguments = Arguments(scale=s.spec.scale, softcap=self.arguments.softcap, kv_lengths=lengths, return_lse=True)
     return Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta), [table, counts], arguments
 
   def _added(
@@ -162,8 +166,21 @@ class Memory(dict[str, Tensor]):
     return {name: [self[name]] for name in GRADIENTS if name in self}
 
 
-def by_ops(part: Residuals, arguments: Arguments) -> list[Tensor]:
-  """Return dQ, dK and dV of a chunk in plain ops, which hold its scores."""
+def by_ops(chunk: Residuals, arguments: Arguments) -> list[Tensor]:
+  """Return dQ of a chunk, and a row of dK and of dV for each pair, in plain ops on copies of the keys."""
+  s = chunk.spec
+  assert arguments.indices is not None
+  table, counts = arguments.indices
+
+  def of_key_heads(x: Tensor) -> Tensor:
+    """Rows of queries, those of each key head as a batch."""
+    return x.reshape(-1, 1, s.group, *sizes(x)[3:])
+
+  q, do, lse, delta = map(of_key_heads, (chunk.q, chunk.do, chunk.lse, chunk.delta))
+  k, v = (chosen_rows(x, table).reshape(-1, 1, s.N, sizes(x)[3]).contiguous() for x in (chunk.k, chunk.v))
+  lengths = counts.expand(s.B, s.Hkv).reshape(-1).contiguous()
+  arguments = replace(arguments, indices=None, kv_lengths=lengths)
+  part = Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta)
   q, k = part.q.detach(), part.k.detach()
   scores = scores_of(q, k, part.spec, arguments)
   weights = weights_of(part, scores.detach())

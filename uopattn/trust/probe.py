@@ -285,7 +285,7 @@ class Prepared:
     found = by_kernels(self.launches, self._residuals(*self._oracle()), self.arguments, self._poisoned(self.launches))
     Tensor.realize(*found)
     dq, *of_keys = map(numpy, found)
-    if self.arguments.indices is not None:
+    if self.arguments.indices is not None and target_of(self.device).device == "CPU":  # others have them by sequences
       of_keys = [of_sequences(x, self.arguments.indices[0].numpy()) for x in of_keys]
     return self.gradient_gate.reports(**dict(zip("qkv", (dq, *of_keys), strict=True)))
 

@@ -19,11 +19,13 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import Dialect
 from uopattn.dsl.math import LOG2E
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
 from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
@@ -244,9 +246,9 @@ def weights(dialect: Dialect, rules: HeadRules, rows: list[ScoreRow], products: 
   found: Elements = {}
   for row in rows:
     scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
-    if masked and rules.rules.score_mod is not None and row.query.vmax >= rules.rules.M:
+    if masked and rules.rules.score_mod is not None and row.query.vmax >= rules.rules.rows:
       # Past the last query a score_mod may give inf or NaN, which an infinite lse does not turn into a P of 0.
-      scores = [(row.query < rules.rules.M).where(x, -inf) for x in scores]
+      scores = [(row.query < rules.rules.rows).where(x, -inf) for x in scores]
     if row.lse is None:
       exponents = [-dialect.fabs(x * rules.scaling.log2) for x in scores]
     else:
@@ -304,7 +306,8 @@ class QueryHeads:
     rules: the rules of `head`.
     query_range: the tiles of queries of `head` that see the workgroup's keys.
     range_of: (member) -> those of any of the heads.
-    n_keys: number of keys that exist.
+    kv_head: their key head.
+    kv_rules: rules that say where its keys are, whichever of the heads is the current one.
   """
 
   count: int
@@ -313,16 +316,27 @@ class QueryHeads:
   rules: HeadRules
   query_range: TileRange
   range_of: Callable[[UOp], TileRange]
-  n_keys: UOp
+  kv_head: UOp
+  kv_rules: HeadRules
 
   @classmethod
-  def of(cls, s: Scope, rules: Rules, group: Workgroup, count: int, block_n: int, block_m: int) -> "QueryHeads":
-    """The `count` query heads of key head `group.head`, for blocks of `block_n` keys and tiles of `block_m` queries."""
+  def of(cls, s: Scope, rules: Rules, group: Workgroup, block_n: int, block_m: int) -> "QueryHeads":
+    """The query heads of key head `group.head`, for blocks of `block_n` keys and tiles of `block_m` queries."""
+    count = rules.heads_per_key_head
     member = s.axis(count, AxisType.REDUCE) if count > 1 else UOp.const(0)
     first = group.head * count
     range_of = query_ranges(lambda i: rules.at(first + i), count, group.block * block_n, block_n, block_m)
     head = first + member
-    return cls(count, member, head, rules.at(head), range_of(member), range_of, rules.at(first).length)
+    return cls(count, member, head, rules.at(head), range_of(member), range_of, group.head, rules.at(first))
+
+  @property
+  def n_keys(self) -> UOp:
+    """The number of keys that exist."""
+    return self.kv_rules.length
+
+  def keys(self, x: UOp, to: DType | None = None) -> HeadView:
+    """View the keys or values that the heads share; see `HeadRules.keys`."""
+    return self.kv_rules.keys(x, to, self.kv_head)
 
   @property
   def axes(self) -> tuple[UOp, ...]:

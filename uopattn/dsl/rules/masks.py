@@ -110,6 +110,11 @@ class Masks:
     return (*self.masks, *found)
 
   @property
+  def rows(self) -> int:
+    """Rows of a head of the kernel: the queries of all packed heads."""
+    return self.M * self.pack_gqa
+
+  @property
   def longest_last(self) -> bool:
     """Whether later queries see more keys than earlier ones, as under a causal mask."""
     return any(x.longest_last for x in self.masks)
@@ -189,12 +194,12 @@ class HeadMasks:
     """The tiles of `block_m` queries that see any of the keys `key` to key + block_n - 1; see `key_range`.
 
     In a full tile all queries and all keys exist. `bounds` and masks on single keys skip no tile here, and with them no
-    tile is known to be full. `tile_lists` must be lists of tiles of queries.
+    tile is known to be full; nor does any mask if heads are packed. `tile_lists` must be lists of tiles of queries.
 
     Args:
       key: a multiple of `block_n`.
     """
-    r, tiles = self.rules, ceildiv(self.rules.M, block_m)
+    r, tiles = self.rules, ceildiv(self.rules.rows, block_m)
     if r.tile_lists is not None:
       return self._listed(key // block_n, tiles, bool(r.ranges) or self._hides(2))
     last_key = least([key + block_n, UOp.const(r.N)]) - 1
@@ -202,7 +207,9 @@ class HeadMasks:
     firsts, all_firsts = (_known(x.first_query(self, k) for x in r.ranges) for k in (key, last_key))
     all_lasts, lasts = (_known(x.last_query(self, k) for x in r.ranges) for k in (key, last_key))
     begin, end = UOp.const(0), UOp.const(tiles)
-    full_begin, full_end = begin, UOp.const(r.M // block_m)
+    full_begin, full_end = begin, UOp.const(r.rows // block_m)
+    if r.pack_gqa > 1:
+      firsts, lasts = [], []
     if firsts:
       begin = clamp(_largest(firsts), 0, r.M - 1) // block_m
       full_begin = (clamp(_largest(all_firsts), 0, r.M) + block_m - 1) // block_m

@@ -64,6 +64,11 @@ class Rules(Masks):
     return self.heads // self.group
 
   @property
+  def heads_per_key_head(self) -> int:
+    """The kernel's heads that share a key head: 1 where these are packed."""
+    return self.group // self.pack_gqa
+
+  @property
   def name(self) -> str:
     """Suffix of a kernel's name: of its masks, such as "_causal", then "_paged", "_chosen" or nothing."""
     masks = "".join(x.name for x in self.masks)
@@ -151,15 +156,17 @@ class HeadRules(HeadMasks):
     found = [x[place].load() for x, place in zip(given, places, strict=True)]
     return reduce(UOp.__mul__, found) if found else None
 
-  def keys(self, x: UOp, to: DType | None = None) -> HeadView:
+  def keys(self, x: UOp, to: DType | None = None, kv_head: UOp | None = None) -> HeadView:
     """View this head's keys or values: x is (B * kv_heads, N, size), or (pages * kv_heads, rows per page, size).
 
-    Elements that have fewer bits than `to` are widened to it, or, if they have scales, to `Scales.operand`.
+    Elements that have fewer bits than `to` are widened to it, or, if they have scales, to `Scales.operand`. A kernel
+    that numbers the key heads of all batches may give its number, `kv_head`.
     """
     r = self.rules
     operand = to if r.scales is None else r.scales.operand
     if r.pages is None:
-      found = HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
+      head = self.b * r.kv_heads + self._kv_head if kv_head is None else kv_head
+      found = HeadView.of(x, head, self.length, operand)
     else:
       found = replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=operand)
     stored = None if r.scales is None else r.scales.stored
