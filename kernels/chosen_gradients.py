@@ -1,7 +1,7 @@
 """What the gradients of `attention_sparse` on a GPU need around kernels of a backward pass.
 
-Those get some queries at a time, each with copies of the keys that it has chosen, and leave a row of dK and of dV for
-each of these. What belongs to one key is then added up in the order of the queries:
+Those get some queries at a time, read the keys that each has chosen, and leave a row of dK and of dV for each of
+these. What belongs to one key is then added up in the order of the queries:
     `find_chosen`, `list_choosers`: for each key the rows that are its own
     `add_rows`: dK, or dV, += these rows
     `put_queries`: dQ of the queries to its place

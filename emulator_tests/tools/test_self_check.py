@@ -143,6 +143,16 @@ def test_probes_of_right_kernels_are_right(features: tuple[str, ...], backward: 
   assert (found.verdict, found.reason) == (RIGHT, "")
 
 
+@pytest.mark.kinds(arch=("sm_80", "cl"))
+@pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx1100", "apple9", "cl"])
+def test_a_probe_of_gradients_of_chosen_keys_is_right(arch: str) -> None:
+  """On a GPU kernels leave the gradients of a sequence's keys in the order in which it has chosen them."""
+  with on(arch):
+    (*_, schedule) = [x for x in schedules_on(target_of("EMU"), backward=True) if not x.name.endswith("separate")]
+    probe = Probe(schedule.name, True, (2, 2, 1, 1, 20, 16, 16), "half", "half", ("indices",))
+    assert outcome.outcome(probe, "EMU").verdict == "right"
+
+
 @pytest.mark.parametrize("stored", [pytest.param("int4", marks=pytest.mark.slow), "nvfp4"])
 def test_probes_of_4_bits_in_pages_are_right(stored: str) -> None:
   features = "kv_lengths Tensor", "page_table 16", "scales"
