@@ -16,7 +16,7 @@ from functools import reduce
 from typing import Any
 
 from uopattn.spec.arguments import check_softcap
-from uopattn.spec.tensors import WIDEST, check_int, described
+from uopattn.spec.tensors import WIDEST, check_int, check_size, described
 from uopattn.spec.trace import MissingAux
 
 Mask = Callable[..., Any]
@@ -93,9 +93,7 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
     █·█·█·
     ·█·█·█
   """
-  check_int("step", step)
-  if step < 1:
-    raise ValueError(f"step is {step}; it must be at least 1")
+  check_size("step", step, 1)
   within = sliding_window(left, right)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
@@ -118,7 +116,7 @@ def prefix_lm(length: int) -> Mask:
     █████·
     ██████
   """
-  check_int("length", length)
+  check_size("length", length, 0)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     return (kv_idx < length) | (kv_idx <= q_idx)
@@ -145,6 +143,8 @@ def document(place: int = 0) -> Mask:
     ··███·
     ·····█
   """
+
+  check_size("place", place, 0)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     documents = _read(aux, place, "document", "the document of each position, (N,) or (B, N) integers")
@@ -244,7 +244,7 @@ def _check_sides(name: str, x: object) -> None:
   if not isinstance(x, tuple) or len(x) != 2:
     raise TypeError(f"{name} is {x if isinstance(x, tuple) else described(x)}; it must be (height, width)")
   for side in x:
-    check_int(f"a side of {name}", side)
+    check_size(f"a side of {name}", side, 1)
 
 
 def alibi(place: int = 0) -> Score:
@@ -261,6 +261,7 @@ def alibi(place: int = 0) -> Score:
     >>> attention(q, k, v, is_causal=True, score_mod=mods.alibi(), aux=(slopes,)).realize().shape
     (1, 8, 50, 16)
   """
+  check_size("place", place, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     slopes = _read(aux, place, "alibi", "the slope of each head, (Hq,) floats")
@@ -281,9 +282,7 @@ def alibi_slopes(heads: int) -> list[float]:
     >>> mods.alibi_slopes(3)
     [0.0625, 0.00390625, 0.25]
   """
-  check_int("heads", heads)
-  if heads < 1:
-    raise ValueError(f"heads is {heads}; it must be at least 1")
+  check_size("heads", heads, 1)
   power = 1 << (heads.bit_length() - 1)
   slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
   return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -304,6 +303,7 @@ def relative_bias(place: int = 0) -> Score:
     >>> attention(q, k, v, score_mod=mods.relative_bias(), aux=(bias,)).realize().shape
     (1, 2, 50, 16)
   """
+  check_size("place", place, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     bias = _read(aux, place, "relative_bias", "what is added, (Hq, 2 * reach + 1) floats")
@@ -315,7 +315,7 @@ def relative_bias(place: int = 0) -> Score:
 
 def _read(aux: tuple[Any, ...], place: int, name: str, what: str) -> Any:
   """Return aux[place] for the mod `name`. Raises MissingAux."""
-  if not 0 <= place < len(aux):
+  if place >= len(aux):
     raise MissingAux(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
   return aux[place]
 

@@ -238,10 +238,20 @@ def test_other_bad_arguments() -> None:
       cache.attend(tensor(B, HQ, 3, DK), 0, kv_lengths=lengths)
   with pytest.raises(ValueError, match=r"^axis is 5 for B=1 and Hkv=2 on 1 device; it must be 0, 1 or None"):
     KVCache(1, 2, 4, 8, axis=5)
-  with pytest.raises(ValueError, match="N_max is -1; it must be an int >= 0"):
+  with pytest.raises(ValueError, match=r"N_max is -1; it must be at least 0$"):
     KVCache(B, HKV, -1, DK)
-  with pytest.raises(ValueError, match="Dk is 0; it must be an int >= 1"):
+  with pytest.raises(ValueError, match=r"Dk is 0; it must be at least 1$"):
     KVCache(B, HKV, N, 0)
+  for given, options, message in (
+    ((1, 1, True, 4), {}, "N_max is True"),
+    ((1, True, 9, 4), {}, "Hkv is True"),
+    ((1.0, 1, 9, 4), {}, "B is 1.0"),
+    ((1, 1, 9, 4, 4.0), {}, "Dv is 4.0"),
+    ((1, 1, 9, 4), {"axis": True}, "axis is True"),
+    ((1, 1, 9, 4), {"axis": 1.0}, "axis is 1.0"),
+  ):
+    with pytest.raises(TypeError, match=f"^{message}; it must be an int$"):
+      KVCache(*given, **options)
   with pytest.raises(TypeError, match="dtype is int; accepted are float, half"):
     KVCache(B, HKV, N, DK, dtype=dtypes.int)
 

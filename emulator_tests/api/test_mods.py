@@ -147,6 +147,11 @@ def test_slopes_are_the_papers() -> None:
     (mods.or_masks, "or_masks is given no mask"),
     (lambda: mods.softcap(0), "cap is 0; it must be greater than 0"),
     (lambda: mods.alibi_slopes(0), "heads is 0; it must be at least 1"),
+    (lambda: mods.prefix_lm(-1), "length is -1; it must be at least 0"),
+    (lambda: mods.neighbourhood((0, 4), (1, 1)), "a side of canvas is 0; it must be at least 1"),
+    (lambda: mods.document(-1), "place is -1; it must be at least 0"),
+    (lambda: mods.alibi(-1), "place is -1; it must be at least 0"),
+    (lambda: mods.relative_bias(-1), "place is -1; it must be at least 0"),
   ],
 )
 def test_factories_check_their_parameters(factory: Callable[[], Any], message: str) -> None:
@@ -165,6 +170,10 @@ def test_factories_check_their_parameters(factory: Callable[[], Any], message: s
     (mods.neighbourhood, (4, (3, 3)), "canvas is 4; it must be (height, width)"),
     (mods.neighbourhood, ((4, 4), (3, 3.0)), "a side of kernel is 3.0; it must be an int"),
     (mods.alibi_slopes, (2.5,), "heads is 2.5; it must be an int"),
+    (mods.alibi_slopes, (True,), "heads is True; it must be an int"),
+    (mods.document, (True,), "place is True; it must be an int"),
+    (mods.alibi, (0.0,), "place is 0.0; it must be an int"),
+    (mods.relative_bias, (None,), "place is None; it must be an int"),
     (mods.softcap, (Tensor(3.0),), "cap is a tinygrad.Tensor; it must be a number"),
   ],
 )

@@ -18,7 +18,7 @@ from uopattn.plan.append import append_call
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
-from uopattn.spec.tensors import check_device, check_size, check_tensor, dtype_name, near, placed
+from uopattn.spec.tensors import check_device, check_int, check_size, check_tensor, dtype_name, near, placed
 
 T = TypeVar("T")
 
@@ -123,6 +123,8 @@ class CacheMemory:
     stored = dtypes.uint8 if isinstance(dtype, str) else dtype
     self._sizes = (Dk, Dv)
 
+    if axis is not None:
+      check_int("axis", axis)
     devices = len(device) if isinstance(device, tuple) else 1
     if axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % devices):
       raise ValueError(
