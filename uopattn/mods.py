@@ -15,9 +15,12 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
 from uopattn.spec.arguments import check_softcap
-from uopattn.spec.tensors import WIDEST, check_int, check_size, described
-from uopattn.spec.trace import MissingAux
+from uopattn.spec.tensors import WIDEST, check_int, check_size, described, dtype_name
+from uopattn.spec.trace import AuxError, AuxTypeError
 
 Mask = Callable[..., Any]
 """(b, h, q_idx, kv_idx, *aux) -> bool; False hides the key."""
@@ -79,8 +82,11 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
   """Show every `step`th key of a sliding window, counted from the query's position (Longformer, figure 2c).
 
   Args:
-    left, right: keys of the window before and behind the query's position.
+    left, right: keys of the window before and behind the query's position, as in `sliding_window`.
     step: distance between visible keys, at least 1.
+
+  Raises:
+    TypeError, ValueError: as in `sliding_window`; or step is not an int, or less than 1.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -104,6 +110,10 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
 
 def prefix_lm(length: int) -> Mask:
   """Show the first `length` keys, and keys up to the query's position (Raffel et al., T5, 2020).
+
+  Raises:
+    TypeError: length is not an int.
+    ValueError: length is negative.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -130,6 +140,10 @@ def document(place: int = 0) -> Mask:
   Args:
     place: aux[place] holds the document id of each position, (N,) or (B, N) integers.
 
+  Raises:
+    TypeError: place is not an int; or in the call of attention or `BlockMask.of`, aux[place] has another dtype.
+    ValueError: place is negative; or in the call, there is no aux[place], or it has another number of axes.
+
   Example:
     >>> from tinygrad import Tensor
     >>> from uopattn import BlockMask, mods
@@ -147,7 +161,8 @@ def document(place: int = 0) -> Mask:
   check_size("place", place, 0)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    documents = _read(aux, place, "document", "the document of each position, (N,) or (B, N) integers")
+    what = "the document of each position, (N,) or (B, N) integers"
+    documents = _read(aux, place, "document", what, (1, 2), dtypes.ints)
     if documents.ndim == 1:
       return documents[q_idx] == documents[kv_idx]
     return documents[b, q_idx] == documents[b, kv_idx]
@@ -166,7 +181,8 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
     kernel: (height, width), both odd and at most those of the canvas.
 
   Raises:
-    ValueError: the kernel does not fit.
+    TypeError: one of them is not a pair of ints.
+    ValueError: a side is less than 1, or the kernel does not fit.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -204,6 +220,10 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
 def and_masks(*masks: Mask) -> Mask:
   """Show keys that pass all of the masks.
 
+  Raises:
+    TypeError: a mask is not a function.
+    ValueError: no mask is given.
+
   Example:
     >>> from uopattn import BlockMask, mods
     >>> print(BlockMask.of(mods.and_masks(mods.causal, mods.sliding_window(1, 1)), 1, 1, 5, 5, block_m=1, block_n=1))
@@ -219,6 +239,9 @@ def and_masks(*masks: Mask) -> Mask:
 
 def or_masks(*masks: Mask) -> Mask:
   """Show keys that pass any of the masks.
+
+  Raises:
+    TypeError, ValueError: as in `and_masks`.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -237,6 +260,9 @@ def or_masks(*masks: Mask) -> Mask:
 def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str) -> Mask:
   if not masks:
     raise ValueError(f"{name} is given no mask; it needs at least one")
+  for i, mask in enumerate(masks):
+    if not callable(mask):
+      raise TypeError(f"masks[{i}] of {name} is {described(mask)}; it must be a function")
   return lambda *given: reduce(join, [mask(*given) for mask in masks])
 
 
@@ -253,6 +279,9 @@ def alibi(place: int = 0) -> Score:
   Args:
     place: aux[place] holds the slope of each head, (Hq,) floats; see `alibi_slopes`.
 
+  Raises:
+    TypeError, ValueError: as in `document`.
+
   Example:
     >>> from tinygrad import Tensor
     >>> from uopattn import attention, mods
@@ -264,7 +293,7 @@ def alibi(place: int = 0) -> Score:
   check_size("place", place, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    slopes = _read(aux, place, "alibi", "the slope of each head, (Hq,) floats")
+    slopes = _read(aux, place, "alibi", "the slope of each head, (Hq,) floats", (1,), dtypes.floats)
     return score - slopes[h] * (q_idx - kv_idx).abs()
 
   return score_mod
@@ -274,6 +303,10 @@ def alibi_slopes(heads: int) -> list[float]:
   """Return the slopes of the ALiBi paper, one per head: 2**(-8 i / heads), i from 1 on.
 
   If `heads` is not a power of 2, the slopes of the next lower power are followed by every other slope of twice as many.
+
+  Raises:
+    TypeError: heads is not an int.
+    ValueError: heads is less than 1.
 
   Example:
     >>> from uopattn import mods
@@ -295,6 +328,9 @@ def relative_bias(place: int = 0) -> Score:
     place: aux[place] is (Hq, 2 * reach + 1) floats; [h, reach + kv_idx - q_idx] is added. Keys farther away than
       `reach` use the first or the last column.
 
+  Raises:
+    TypeError, ValueError: as in `document`; the number of columns must be odd.
+
   Example:
     >>> from tinygrad import Tensor
     >>> from uopattn import attention, mods
@@ -306,18 +342,38 @@ def relative_bias(place: int = 0) -> Score:
   check_size("place", place, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    bias = _read(aux, place, "relative_bias", "what is added, (Hq, 2 * reach + 1) floats")
+    what = "what is added, (Hq, 2 * reach + 1) floats"
+    bias = _read(aux, place, "relative_bias", what, (2,), dtypes.floats)
     last = bias.shape[1] - 1
+    if last % 2:
+      raise AuxError(f"aux[{place}] has shape {bias.shape}; mods.relative_bias({place}) reads {what}: an odd number")
     return score + bias[h, (kv_idx - q_idx + last // 2).clip(0, last)]
 
   return score_mod
 
 
-def _read(aux: tuple[Any, ...], place: int, name: str, what: str) -> Any:
-  """Return aux[place] for the mod `name`. Raises MissingAux."""
+def _read(
+  aux: tuple[Any, ...], place: int, name: str, what: str, dimensions: tuple[int, ...], accepted: tuple[DType, ...]
+) -> Any:
+  """Return aux[place] for the mod `name`.
+
+  Args:
+    what: what it holds, for messages.
+    dimensions: the numbers of axes that it may have.
+    accepted: the dtypes that it may have. An array, as the oracle passes it, may have any.
+
+  Raises:
+    AuxError: there is none, or it has another number of axes.
+    AuxTypeError: it has another dtype.
+  """
   if place >= len(aux):
-    raise MissingAux(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
-  return aux[place]
+    raise AuxError(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
+  x = aux[place]
+  if x.ndim not in dimensions:
+    raise AuxError(f"aux[{place}] has shape {x.shape}; mods.{name}({place}) reads {what}")
+  if isinstance(x.dtype, DType) and x.dtype not in accepted:
+    raise AuxTypeError(f"aux[{place}] has dtype {dtype_name(x.dtype)}; mods.{name}({place}) reads {what}")
+  return x
 
 
 def softcap(cap: float) -> Score:
