@@ -15,9 +15,12 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
 from uopattn.spec.arguments import check_softcap
-from uopattn.spec.tensors import WIDEST, check_int, described
-from uopattn.spec.trace import MissingAux
+from uopattn.spec.tensors import WIDEST, check_int, check_size, described, dtype_name
+from uopattn.spec.trace import AuxError, AuxTypeError
 
 Mask = Callable[..., Any]
 """(b, h, q_idx, kv_idx, *aux) -> bool; False hides the key."""
@@ -79,8 +82,11 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
   """Show every `step`th key of a sliding window, counted from the query's position (Longformer, figure 2c).
 
   Args:
-    left, right: keys of the window before and behind the query's position.
+    left, right: keys of the window before and behind the query's position, as in `sliding_window`.
     step: distance between visible keys, at least 1.
+
+  Raises:
+    TypeError, ValueError: as in `sliding_window`; or step is not an int, or less than 1.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -93,9 +99,7 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
     █·█·█·
     ·█·█·█
   """
-  check_int("step", step)
-  if step < 1:
-    raise ValueError(f"step is {step}; it must be at least 1")
+  check_size("step", step, 1)
   within = sliding_window(left, right)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
@@ -106,6 +110,10 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
 
 def prefix_lm(length: int) -> Mask:
   """Show the first `length` keys, and keys up to the query's position (Raffel et al., T5, 2020).
+
+  Raises:
+    TypeError: length is not an int.
+    ValueError: length is negative.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -118,7 +126,7 @@ def prefix_lm(length: int) -> Mask:
     █████·
     ██████
   """
-  check_int("length", length)
+  check_size("length", length, 0)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     return (kv_idx < length) | (kv_idx <= q_idx)
@@ -131,6 +139,10 @@ def document(place: int = 0) -> Mask:
 
   Args:
     place: aux[place] holds the document id of each position, (N,) or (B, N) integers.
+
+  Raises:
+    TypeError: place is not an int; or in the call of attention or `BlockMask.of`, aux[place] has another dtype.
+    ValueError: place is negative; or in the call, there is no aux[place], or it has another number of axes.
 
   Example:
     >>> from tinygrad import Tensor
@@ -146,8 +158,11 @@ def document(place: int = 0) -> Mask:
     ·····█
   """
 
+  check_size("place", place, 0)
+
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    documents = _read(aux, place, "document", "the document of each position, (N,) or (B, N) integers")
+    what = "the document of each position, (N,) or (B, N) integers"
+    documents = _read(aux, place, "document", what, (1, 2), dtypes.ints)
     if documents.ndim == 1:
       return documents[q_idx] == documents[kv_idx]
     return documents[b, q_idx] == documents[b, kv_idx]
@@ -166,7 +181,8 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
     kernel: (height, width), both odd and at most those of the canvas.
 
   Raises:
-    ValueError: the kernel does not fit.
+    TypeError: one of them is not a pair of ints.
+    ValueError: a side is less than 1, or the kernel does not fit.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -204,6 +220,10 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
 def and_masks(*masks: Mask) -> Mask:
   """Show keys that pass all of the masks.
 
+  Raises:
+    TypeError: a mask is not a function.
+    ValueError: no mask is given.
+
   Example:
     >>> from uopattn import BlockMask, mods
     >>> print(BlockMask.of(mods.and_masks(mods.causal, mods.sliding_window(1, 1)), 1, 1, 5, 5, block_m=1, block_n=1))
@@ -219,6 +239,9 @@ def and_masks(*masks: Mask) -> Mask:
 
 def or_masks(*masks: Mask) -> Mask:
   """Show keys that pass any of the masks.
+
+  Raises:
+    TypeError, ValueError: as in `and_masks`.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -237,6 +260,9 @@ def or_masks(*masks: Mask) -> Mask:
 def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str) -> Mask:
   if not masks:
     raise ValueError(f"{name} is given no mask; it needs at least one")
+  for i, mask in enumerate(masks):
+    if not callable(mask):
+      raise TypeError(f"masks[{i}] of {name} is {described(mask)}; it must be a function")
   return lambda *given: reduce(join, [mask(*given) for mask in masks])
 
 
@@ -244,7 +270,7 @@ def _check_sides(name: str, x: object) -> None:
   if not isinstance(x, tuple) or len(x) != 2:
     raise TypeError(f"{name} is {x if isinstance(x, tuple) else described(x)}; it must be (height, width)")
   for side in x:
-    check_int(f"a side of {name}", side)
+    check_size(f"a side of {name}", side, 1)
 
 
 def alibi(place: int = 0) -> Score:
@@ -252,6 +278,9 @@ def alibi(place: int = 0) -> Score:
 
   Args:
     place: aux[place] holds the slope of each head, (Hq,) floats; see `alibi_slopes`.
+
+  Raises:
+    TypeError, ValueError: as in `document`.
 
   Example:
     >>> from tinygrad import Tensor
@@ -261,9 +290,10 @@ def alibi(place: int = 0) -> Score:
     >>> attention(q, k, v, is_causal=True, score_mod=mods.alibi(), aux=(slopes,)).realize().shape
     (1, 8, 50, 16)
   """
+  check_size("place", place, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    slopes = _read(aux, place, "alibi", "the slope of each head, (Hq,) floats")
+    slopes = _read(aux, place, "alibi", "the slope of each head, (Hq,) floats", (1,), dtypes.floats)
     return score - slopes[h] * (q_idx - kv_idx).abs()
 
   return score_mod
@@ -274,6 +304,10 @@ def alibi_slopes(heads: int) -> list[float]:
 
   If `heads` is not a power of 2, the slopes of the next lower power are followed by every other slope of twice as many.
 
+  Raises:
+    TypeError: heads is not an int.
+    ValueError: heads is less than 1.
+
   Example:
     >>> from uopattn import mods
     >>> mods.alibi_slopes(4)
@@ -281,9 +315,7 @@ def alibi_slopes(heads: int) -> list[float]:
     >>> mods.alibi_slopes(3)
     [0.0625, 0.00390625, 0.25]
   """
-  check_int("heads", heads)
-  if heads < 1:
-    raise ValueError(f"heads is {heads}; it must be at least 1")
+  check_size("heads", heads, 1)
   power = 1 << (heads.bit_length() - 1)
   slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
   return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -296,6 +328,9 @@ def relative_bias(place: int = 0) -> Score:
     place: aux[place] is (Hq, 2 * reach + 1) floats; [h, reach + kv_idx - q_idx] is added. Keys farther away than
       `reach` use the first or the last column.
 
+  Raises:
+    TypeError, ValueError: as in `document`; the number of columns must be odd.
+
   Example:
     >>> from tinygrad import Tensor
     >>> from uopattn import attention, mods
@@ -304,20 +339,41 @@ def relative_bias(place: int = 0) -> Score:
     >>> attention(q, k, v, score_mod=mods.relative_bias(), aux=(bias,)).realize().shape
     (1, 2, 50, 16)
   """
+  check_size("place", place, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    bias = _read(aux, place, "relative_bias", "what is added, (Hq, 2 * reach + 1) floats")
+    what = "what is added, (Hq, 2 * reach + 1) floats"
+    bias = _read(aux, place, "relative_bias", what, (2,), dtypes.floats)
     last = bias.shape[1] - 1
+    if last % 2:
+      raise AuxError(f"aux[{place}] has shape {bias.shape}; mods.relative_bias({place}) reads {what}: an odd number")
     return score + bias[h, (kv_idx - q_idx + last // 2).clip(0, last)]
 
   return score_mod
 
 
-def _read(aux: tuple[Any, ...], place: int, name: str, what: str) -> Any:
-  """Return aux[place] for the mod `name`. Raises MissingAux."""
-  if not 0 <= place < len(aux):
-    raise MissingAux(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
-  return aux[place]
+def _read(
+  aux: tuple[Any, ...], place: int, name: str, what: str, dimensions: tuple[int, ...], accepted: tuple[DType, ...]
+) -> Any:
+  """Return aux[place] for the mod `name`.
+
+  Args:
+    what: what it holds, for messages.
+    dimensions: the numbers of axes that it may have.
+    accepted: the dtypes that it may have. An array, as the oracle passes it, may have any.
+
+  Raises:
+    AuxError: there is none, or it has another number of axes.
+    AuxTypeError: it has another dtype.
+  """
+  if place >= len(aux):
+    raise AuxError(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
+  x = aux[place]
+  if x.ndim not in dimensions:
+    raise AuxError(f"aux[{place}] has shape {x.shape}; mods.{name}({place}) reads {what}")
+  if isinstance(x.dtype, DType) and x.dtype not in accepted:
+    raise AuxTypeError(f"aux[{place}] has dtype {dtype_name(x.dtype)}; mods.{name}({place}) reads {what}")
+  return x
 
 
 def softcap(cap: float) -> Score:

@@ -306,5 +306,19 @@ def test_draws(tmp_path: Path) -> None:
   assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+  ("head", "error", "message"),
+  [
+    ({"b": 1}, ValueError, "b is 1; it must be less than 1, the number that the mask has"),
+    ({"h": 3}, ValueError, "h is 3; it must be less than 3, the number that the mask has"),
+    ({"h": -1}, ValueError, "h is -1; it must be at least 0"),
+    ({"h": True}, TypeError, "h is True; it must be an int"),
+  ],
+)
+def test_draws_a_head_that_is_there(head: dict[str, Any], error: type[Exception], message: str) -> None:
+  with pytest.raises(error, match=f"^{message}$"):
+    made("heads").draw(None, **head)
+
+
 def test_on_the_device_of_its_aux() -> None:
   assert made("documents").counts.device == Device.DEFAULT == made("causal").counts.device

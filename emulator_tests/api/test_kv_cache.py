@@ -227,12 +227,31 @@ def test_other_bad_arguments() -> None:
     cache.attend(tensor(B, HQ, 3, DK), 68)
   with pytest.raises(ValueError, match="start is a Variable from 0 to 69; for 2 of the cache's 70"):
     cache.attend(tensor(B, HQ, 2, DK), start_at(3))
+  of_cache = "it must be from 0 to 70, the positions of the cache$"
+  for lengths, message in (
+    (N + 1, f"^kv_lengths is 71; {of_cache}"),
+    (-1, f"^kv_lengths is -1; {of_cache}"),
+    (start_at(3) + 2, f"^kv_lengths is a Variable from 2 to 71; {of_cache}"),
+    (start_at(3) - 2, f"^kv_lengths is a Variable from -2 to 67; {of_cache}"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      cache.attend(tensor(B, HQ, 3, DK), 0, kv_lengths=lengths)
   with pytest.raises(ValueError, match=r"^axis is 5 for B=1 and Hkv=2 on 1 device; it must be 0, 1 or None"):
     KVCache(1, 2, 4, 8, axis=5)
-  with pytest.raises(ValueError, match="N_max is -1; it must be an int >= 0"):
+  with pytest.raises(ValueError, match=r"N_max is -1; it must be at least 0$"):
     KVCache(B, HKV, -1, DK)
-  with pytest.raises(ValueError, match="Dk is 0; it must be an int >= 1"):
+  with pytest.raises(ValueError, match=r"Dk is 0; it must be at least 1$"):
     KVCache(B, HKV, N, 0)
+  for given, options, message in (
+    ((1, 1, True, 4), {}, "N_max is True"),
+    ((1, True, 9, 4), {}, "Hkv is True"),
+    ((1.0, 1, 9, 4), {}, "B is 1.0"),
+    ((1, 1, 9, 4, 4.0), {}, "Dv is 4.0"),
+    ((1, 1, 9, 4), {"axis": True}, "axis is True"),
+    ((1, 1, 9, 4), {"axis": 1.0}, "axis is 1.0"),
+  ):
+    with pytest.raises(TypeError, match=f"^{message}; it must be an int$"):
+      KVCache(*given, **options)
   with pytest.raises(TypeError, match="dtype is int; accepted are float, half"):
     KVCache(B, HKV, N, DK, dtype=dtypes.int)
 

@@ -147,6 +147,11 @@ def test_slopes_are_the_papers() -> None:
     (mods.or_masks, "or_masks is given no mask"),
     (lambda: mods.softcap(0), "cap is 0; it must be greater than 0"),
     (lambda: mods.alibi_slopes(0), "heads is 0; it must be at least 1"),
+    (lambda: mods.prefix_lm(-1), "length is -1; it must be at least 0"),
+    (lambda: mods.neighbourhood((0, 4), (1, 1)), "a side of canvas is 0; it must be at least 1"),
+    (lambda: mods.document(-1), "place is -1; it must be at least 0"),
+    (lambda: mods.alibi(-1), "place is -1; it must be at least 0"),
+    (lambda: mods.relative_bias(-1), "place is -1; it must be at least 0"),
   ],
 )
 def test_factories_check_their_parameters(factory: Callable[[], Any], message: str) -> None:
@@ -165,12 +170,50 @@ def test_factories_check_their_parameters(factory: Callable[[], Any], message: s
     (mods.neighbourhood, (4, (3, 3)), "canvas is 4; it must be (height, width)"),
     (mods.neighbourhood, ((4, 4), (3, 3.0)), "a side of kernel is 3.0; it must be an int"),
     (mods.alibi_slopes, (2.5,), "heads is 2.5; it must be an int"),
+    (mods.alibi_slopes, (True,), "heads is True; it must be an int"),
+    (mods.document, (True,), "place is True; it must be an int"),
+    (mods.alibi, (0.0,), "place is 0.0; it must be an int"),
+    (mods.relative_bias, (None,), "place is None; it must be an int"),
+    (mods.and_masks, (mods.causal, 3), "masks[1] of and_masks is 3; it must be a function"),
+    (mods.or_masks, (Tensor(3),), "masks[0] of or_masks is a tinygrad.Tensor; it must be a function"),
     (mods.softcap, (Tensor(3.0),), "cap is a tinygrad.Tensor; it must be a number"),
   ],
 )
 def test_factories_check_types(factory: Callable[..., Any], given: tuple[Any, ...], message: str) -> None:
   with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
     factory(*given)
+
+
+UNFIT: dict[str, tuple[Callable[..., Any], Tensor, type[Exception], str]] = {
+  "a table of one axis": (mods.relative_bias(), Tensor([1.0, 2.0]), ValueError,
+                          "aux[0] has shape (2,); mods.relative_bias(0) reads what is added, (Hq, 2 * reach + 1) "
+                          "floats"),
+  "a table of no middle": (mods.relative_bias(), Tensor.zeros(2, 4), ValueError,
+                           "aux[0] has shape (2, 4); mods.relative_bias(0) reads what is added, (Hq, 2 * reach + 1) "
+                           "floats: an odd number"),
+  "a table of ints": (mods.relative_bias(), Tensor([[1, 2, 3]], dtype=dtypes.int), TypeError,
+                      "aux[0] has dtype int; mods.relative_bias(0) reads what is added, (Hq, 2 * reach + 1) floats"),
+  "slopes of two axes": (mods.alibi(), Tensor([[1.0, 2.0]]), ValueError,
+                         "aux[0] has shape (1, 2); mods.alibi(0) reads the slope of each head, (Hq,) floats"),
+  "slopes that are bools": (mods.alibi(), Tensor([True, False]), TypeError,
+                            "aux[0] has dtype bool; mods.alibi(0) reads the slope of each head, (Hq,) floats"),
+  "documents of three axes": (mods.document(), Tensor.zeros(1, 1, 4, dtype=dtypes.int), ValueError,
+                              "aux[0] has shape (1, 1, 4); mods.document(0) reads the document of each position, (N,) "
+                              "or (B, N) integers"),
+  "documents that are floats": (mods.document(), Tensor([0.0, 1.0]), TypeError,
+                                "aux[0] has dtype float; mods.document(0) reads the document of each position, (N,) or "
+                                "(B, N) integers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_aux_that_does_not_fit_is_named(name: str) -> None:
+  mod, aux, error, message = UNFIT[name]
+  argument: dict[str, Any] = {"mask_mod" if name.startswith("doc") else "score_mod": mod}
+  q, k, v = qkv(1, 2, 2, 4, 4, 8, 8)
+  for backend in ("kernel", "reference"):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+      attention(q, k, v, **argument, aux=(aux,), backend=backend)
 
 
 TWO = Tensor([1.0, 2.0])

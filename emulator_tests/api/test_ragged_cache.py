@@ -176,6 +176,20 @@ def test_attending_at_such_positions_reads_nothing_outside(arch: str) -> None:
       assert np.isfinite(numpy(cache.attend(q, start, backend="kernel"))).all()
 
 
+@pytest.mark.parametrize(("arch", "backend"), [("CPU", "reference"), ("CPU", "kernel"), ("gfx942", "kernel")])
+def test_lengths_in_a_tensor_are_clamped_to_the_cache(arch: str, backend: str) -> None:
+  context, device = machine(arch)
+  with context:
+    dtype, lengths = dtypes.half, np.array([N + 1, -3, 2**31 - 1])
+    q, k, v = (placed(normal(B, *x), dtype, device) for x in ((HQ, 3, DK), (HKV, N, DK), (HKV, N, DV)))
+    cache = KVCache(B, HKV, N, DK, DV, dtype=dtype, device=device)
+    cache.append(k, v, 0)
+    given = placed(lengths, dtypes.int, device)
+    out, lse = cache.attend(q, 0, is_causal=False, kv_lengths=given, return_lse=True, backend=backend)
+    Tensor.realize(out, lse)
+    check(q, k, v, out, lse, kv_lengths=np.clip(lengths, 0, N))
+
+
 def test_a_start_that_is_still_to_be_computed_is_not_checked() -> None:
   cache, new = poisoned(dtypes.float32), (normal(B, HKV, 2, DK), normal(B, HKV, 2, DV))
   before, (k, v) = memory(cache), map(placed, new)

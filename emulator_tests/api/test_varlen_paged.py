@@ -421,7 +421,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
   "no page": ({"page_table": Tensor([[0, 9, 0], [0, 0, 0]])}, ValueError, r"page_table\[0, 1\] is 9; it must be from"),
   "offsets": ({"cu_seqlens_q": [0, 4, 9]}, ValueError, r"cu_seqlens_q is \[0, 4, 9\]; it must rise from 0 to 10"),
   "longest": ({"max_seqlen_q": 5}, ValueError, "max_seqlen_q is 5, but sequence 1 has 6 queries"),
-  "longest of a type": ({"max_seqlen_q": 5.0}, TypeError, "max_seqlen_q is 5.0; it must be an int or None"),
+  "longest of a type": ({"max_seqlen_q": 5.0}, TypeError, "max_seqlen_q is 5.0; it must be an int$"),
   "negative longest": ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1; it must be at least 0"),
   "q_start": ({"q_start": Tensor([1])}, ValueError, r"q_start has shape \(1,\); it must be \(2,\)"),
   "block_mask": ({"block_mask": BlockMask.of(lambda b, h, i, j: j <= i, 1, 1, 10, 12)}, TypeError,

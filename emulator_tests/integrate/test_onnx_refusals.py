@@ -9,6 +9,7 @@ from tinygrad import Tensor
 
 from uopattn.integrate.onnx.grouped import Inputs, group_query_attention
 from uopattn.integrate.onnx.multi_head import multi_head_attention
+from uopattn.integrate.onnx.standard import attention
 
 Refusals = list[tuple[dict[str, Any], dict[str, Any], str]]  # further inputs, attributes and the message
 
@@ -40,6 +41,8 @@ MULTI_HEAD: Refusals = [
     {},
     "attention_bias has shape",
   ),
+  ({}, {"num_heads": 0}, "num_heads is 0; it must be at least 1"),
+  ({}, {"num_heads": 5}, "num_heads is 5; it must divide 128, the last size of the input"),
 ]
 
 
@@ -47,7 +50,7 @@ MULTI_HEAD: Refusals = [
 def test_multi_head_attention_refuses(more: dict[str, Any], attributes: dict[str, Any], message: str) -> None:
   inputs = {name: Tensor(x) for name, x in (SELF | more).items()}
   with pytest.raises((NotImplementedError, ValueError), match=f"^MultiHeadAttention: {message}"):
-    multi_head_attention(lambda: "auto")(**inputs, num_heads=H, **attributes)
+    multi_head_attention(lambda: "auto")(**inputs, **{"num_heads": H} | attributes)
 
 
 ONE, CHANNELS = np.ones(1, np.float32), np.ones((1, HKV, 1, D), np.float32)
@@ -56,6 +59,7 @@ INTEGERS = {name: np.zeros((B, HKV, 8, D), np.int8) for name in ("past_key", "pa
 EIGHT = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
 NORMS = {"q_norm_weight": np.ones(D, np.float32), "k_norm_weight": np.ones(D, np.float32)}
 CHUNK = {"query_seqlens": np.array([1, 1], np.int32)}
+PACKED = {"query": np.zeros((B, 1, (H + 2 * HKV) * D), np.float32), "key": None, "value": None}
 WINDOW = {"sliding_window_cache": 1, "local_window_size": 4}
 GROUPED: Refusals = [
   ({"more": ONE}, {"of_tomorrow": 0}, "a further input, of_tomorrow=0 are not supported"),
@@ -115,6 +119,10 @@ GROUPED: Refusals = [
   ),
   ({}, {"sliding_window_cache": 1}, "local_window_size is -1 and past_key has 8 rows"),
   ({"attention_bias": normal(1, H, 1, 8)}, {}, r"attention_bias has shape \(1, 4, 1, 8\); it must have .* last of 9"),
+  ({}, {"num_heads": -4}, "num_heads is -4; it must be at least 1"),
+  ({}, {"kv_num_heads": 3}, "kv_num_heads is 3; it must divide 64, the last size of the input"),
+  (PACKED, {"kv_num_heads": -2}, "kv_num_heads is -2; it must be at least 1"),
+  (PACKED, {"kv_num_heads": 1}, r"num_heads \+ 2 \* kv_num_heads is 6; it must divide 256, the last size of the input"),
   ({}, WINDOW | {"qk_output": 1}, "qk_output=1 is not supported with sliding_window_cache=1"),
 ]
 
@@ -125,4 +133,10 @@ def test_group_query_attention_refuses(more: dict[str, Any], attributes: dict[st
   names = [*Inputs.__dataclass_fields__, "more"]
   inputs = [None if given.get(name) is None else Tensor(given[name]) for name in names]
   with pytest.raises((NotImplementedError, TypeError, ValueError), match=f"^GroupQueryAttention: {message}"):
-    group_query_attention(lambda: "auto")(*inputs, num_heads=H, kv_num_heads=HKV, **attributes)
+    group_query_attention(lambda: "auto")(*inputs, **{"num_heads": H, "kv_num_heads": HKV} | attributes)
+
+
+@pytest.mark.parametrize(("heads", "message"), [((-1, 2), "q_num_heads is -1"), ((4, 5), "kv_num_heads is 5")])
+def test_attention_refuses_numbers_of_heads(heads: tuple[int, int], message: str) -> None:
+  with pytest.raises(ValueError, match=f"^Attention: {message}; it must "):
+    attention(lambda: "auto")(*(Tensor.zeros(1, 3, 8) for _ in "qkv"), q_num_heads=heads[0], kv_num_heads=heads[1])

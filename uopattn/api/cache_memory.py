@@ -18,7 +18,7 @@ from uopattn.plan.append import append_call
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
-from uopattn.spec.tensors import check_device, check_size, check_tensor, dtype_name, near, placed
+from uopattn.spec.tensors import check_device, check_int, check_size, check_tensor, dtype_name, near, placed
 
 T = TypeVar("T")
 
@@ -123,6 +123,8 @@ class CacheMemory:
     stored = dtypes.uint8 if isinstance(dtype, str) else dtype
     self._sizes = (Dk, Dv)
 
+    if axis is not None:
+      check_int("axis", axis)
     devices = len(device) if isinstance(device, tuple) else 1
     if axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % devices):
       raise ValueError(
@@ -186,21 +188,35 @@ class CacheMemory:
       TypeError: it is of a wrong type.
       ValueError: the M positions from it on are not below N_max, as far as that is known without computing.
     """
-    B = sizes(self.k)[0]
     start = placed(start, self._device)
-    check_place("start", start, B)
     accepted = f"for {M} of {of} {N_max} positions it must be from 0 to {N_max - M}"
+    self._check_place("start", start, N_max - M, accepted)
     if not isinstance(start, Tensor):
-      low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
-      if low < 0 or high + M > N_max:
-        given = f"start is {start}" if isinstance(start, int) else f"start is a Variable from {low} to {high}"
-        raise ValueError(f"{given}; {accepted}")
       return start
     check_device("start", start, self._device, "the cache")
     for b, first in enumerate([] if capturing or (values := at_hand(start)) is None else values.tolist()):
       if first < 0 or first + M > N_max:
         raise ValueError(f"start is {first} for sequence {b}; {accepted}")
     return cast(Tensor, near(start))
+
+  def _check_place(self, name: str, x: object, most: int, accepted: str) -> None:
+    """Check a position or a number of keys, of a Tensor its type alone.
+
+    Args:
+      most: the largest that is accepted; the least is 0. All values of Variables count, whatever they are bound to.
+      accepted: what is accepted, for the message.
+
+    Raises:
+      TypeError: it is of a wrong type.
+      ValueError: it is out of range.
+    """
+    check_place(name, x, sizes(self.k)[0])
+    if not isinstance(x, (int, UOp)):
+      return
+    low, high = (x.vmin, x.vmax) if isinstance(x, UOp) else (x, x)
+    if low < 0 or high > most:
+      given = f"{name} is {x}" if isinstance(x, int) else f"{name} is a Variable from {low} to {high}"
+      raise ValueError(f"{given}; {accepted}")
 
   def _write(
     self,

@@ -231,9 +231,11 @@ class KVCache(CacheMemory):
 
     Args:
       q: (B, Hq, M, Dk), in a dtype that `append` accepts; Hq is a multiple of Hkv, or equal if enable_gqa is False.
-      start: as in `append`.
+      start: as in `append`. In a Tensor that could not be checked, positions may lie outside the cache: a query behind
+        it sees all keys, and one before it sees none and gives 0.
       is_causal: no query sees keys after its own position.
-      kv_lengths: as in `uopattn.attention`; None is start + M.
+      kv_lengths: the number of keys of each sequence, from 0 to N_max, in the forms of `start`; None is start + M. A
+        Tensor is not read back: fewer keys than 0 are none, and more than N_max are N_max.
       attn_mask, dropout_p, scale, enable_gqa, window, softcap, sinks, score_mod, mask_mod, aux, block_mask, return_lse,
         backend: as in `uopattn.attention`; scores are (B, Hq, M, N_max).
 
@@ -241,7 +243,9 @@ class KVCache(CacheMemory):
       (B, Hq, M, Dv) in q's dtype; with return_lse a pair.
 
     Raises:
-      TypeError, ValueError: as in `append` and `uopattn.attention`.
+      TypeError: an argument is of a wrong type, or a dtype is not accepted.
+      ValueError: an argument does not fit, such as `start` in `append`, or kv_lengths could lie outside of 0 to N_max.
+        All values of its Variables count, as a `TinyJit` checks no values when it replays.
 
     Example:
       >>> from tinygrad import Tensor
@@ -252,10 +256,11 @@ class KVCache(CacheMemory):
       (1, 8, 5, 16)
     """
     q = placed(check_tensor("q", q), self._device, self._weak)
-    M = sizes(batched("q", q))[2]
-    start = self._start(start, M, sizes(self.k)[2])
-    backend, kv_lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
-    lengths = start + M if kv_lengths is None else kv_lengths
+    M, N_max = sizes(batched("q", q))[2], sizes(self.k)[2]
+    start = self._start(start, M, N_max)
+    backend, lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
+    lengths = start + M if lengths is None else lengths
+    self._check_place("kv_lengths", lengths, N_max, f"it must be from 0 to {N_max}, the positions of the cache")
     own = {
       "q_start": start,
       "kv_lengths": lengths,

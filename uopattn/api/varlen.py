@@ -18,6 +18,7 @@ from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import (
   as_int,
   check_device,
+  check_size,
   check_tensor,
   described,
   dtype_name,
@@ -237,10 +238,7 @@ def _check_longest(longest: int | None, total: int, ends: Offsets) -> int:
   """Return the most queries of a sequence, at least 1; raise TypeError or ValueError if it is none."""
   if longest is None:
     return max(total, 1)
-  if type(longest) is not int:
-    raise TypeError(f"max_seqlen_q is {described(longest)}; it must be an int or None")
-  if longest < 0:
-    raise ValueError(f"max_seqlen_q is {longest}; it must be at least 0")
+  check_size("max_seqlen_q", longest, 0)
   counts = [] if isinstance(ends, Tensor) else [b - a for a, b in pairwise(ends)]
   if counts and max(counts) > longest:
     s = counts.index(max(counts))

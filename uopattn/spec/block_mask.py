@@ -12,7 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import Table
 from uopattn.runtime.function import in_function
 from uopattn.spec.shards import gathered, part_of, pieces
-from uopattn.spec.tensors import check_int, check_tensors, described, placed, with_axis
+from uopattn.spec.tensors import check_size, check_tensors, described, placed, with_axis
 from uopattn.spec.trace import Mod, trace_mod
 
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
@@ -98,9 +98,7 @@ class BlockMask:
     """
     named = {"B": B, "Hq": Hq, "M": M, "N": N, "block_m": block_m, "block_n": block_n}
     for name, size in named.items():
-      check_int(name, size)
-      if size < (least := int(name.startswith("block"))):
-        raise ValueError(f"{name} is {size}; it must be at least {least}")
+      check_size(name, size, int(name.startswith("block")))
     check_tensors("aux", aux)
     if in_function():
       raise ValueError(
@@ -308,10 +306,11 @@ class BlockMask:
 
     Args:
       path: the file, such as "mask.png".
-      b, h: the batch and the query head.
+      b, h: the batch and the query head; 0 where one mask serves all of them.
 
     Raises:
       ImportError: matplotlib is missing; `pip install '.[bench]'` in a checkout installs it.
+      TypeError, ValueError: see `draw`.
 
     Example:
       >>> import tempfile
@@ -328,6 +327,14 @@ class BlockMask:
   def draw(self, panel: Any, b: int = 0, h: int = 0) -> None:
     """Draw the visible share of each block of one head into a matplotlib `Axes`.
 
+    Args:
+      panel: the `Axes`.
+      b, h: as in `plot`.
+
+    Raises:
+      TypeError: b or h is not an int.
+      ValueError: the mask has no such batch or head, or no pairs of queries and keys.
+
     Example:
       >>> from matplotlib.figure import Figure
       >>> from uopattn import BlockMask, mods
@@ -335,6 +342,10 @@ class BlockMask:
     """
     if 0 in self.counts.shape:
       raise ValueError(f"the mask has no pairs of queries and keys to draw: {self!r}")
+    for name, x, count in zip(("b", "h"), (b, h), self.heads, strict=True):
+      check_size(name, x, 0)
+      if x >= count:
+        raise ValueError(f"{name} is {x}; it must be less than {count}, the number that the mask has")
     shares = self.counts[b, h].numpy() / self._pairs
     rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
     panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)

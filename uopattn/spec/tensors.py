@@ -109,10 +109,11 @@ def check_int(name: str, x: object) -> None:
     raise TypeError(f"{name} is {described(x)}; it must be an int")
 
 
-def check_size(name: str, size: object, least: int) -> None:
-  """Raise ValueError unless a size is an int and at least `least`."""
-  if not isinstance(size, int) or size < least:
-    raise ValueError(f"{name} is {described(size)}; it must be an int >= {least}")
+def check_size(name: str, size: Any, least: int) -> None:
+  """Raise TypeError unless a size is an int, and ValueError unless it is at least `least`."""
+  check_int(name, size)
+  if size < least:
+    raise ValueError(f"{name} is {size}; it must be at least {least}")
 
 
 def with_axis(xs: Any) -> Any:

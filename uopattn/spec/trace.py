@@ -17,8 +17,12 @@ from uopattn.dsl.rules.rules import vjp
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
-class MissingAux(ValueError):
-  """Raised when a mod of `uopattn.mods` reads a Tensor that aux does not hold."""
+class AuxError(ValueError):
+  """Raised by a mod of `uopattn.mods` if aux does not hold the Tensor that it reads, or one of another shape."""
+
+
+class AuxTypeError(TypeError):
+  """Raised by a mod of `uopattn.mods` if the Tensor of aux that it reads has another dtype."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def trace_mod(
 
   Raises:
     TypeError: the function cannot be traced; the message says what to write instead.
-    MissingAux: the function is a mod of `uopattn.mods` that reads a Tensor beyond the end of aux.
+    AuxError, AuxTypeError: the function is a mod of `uopattn.mods`, and aux does not fit it.
   """
   indices, of_score = _symbols(lengths)
   score = [of_score] if name == "score_mod" else []
@@ -178,7 +182,7 @@ def trace_mod(
   signature = f"{name}({', '.join([*(['score'] if score else []), *INDICES, '*aux'])})"
   try:
     result = _bare(function(*map(Symbol, (*score, *indices, *tables))))
-  except MissingAux:
+  except (AuxError, AuxTypeError):
     raise
   except Exception as error:
     raise TypeError(

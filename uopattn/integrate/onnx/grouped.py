@@ -12,6 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.integrate.onnx.cache import OPERATOR, Stored, in_window, storage
 from uopattn.integrate.onnx.shared import (
   Operator,
+  check_heads,
   check_past,
   padded_mask,
   scores,
@@ -20,6 +21,7 @@ from uopattn.integrate.onnx.shared import (
   written,
 )
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.tensors import check_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,10 +200,14 @@ def _window(size: int, causal: int) -> tuple[int, None] | None:
 def _projections(x: Inputs, a: Attributes) -> tuple[Tensor, Tensor, Tensor]:
   """Return q, (B, heads, M, D), and k and v, (B, kv_heads, M, D), which may be packed in the query; normalised."""
   query, key, value, heads, kv_heads = x.query, x.key, x.value, a.num_heads, a.kv_num_heads
+  of_q, of_kv = f"{OPERATOR}: num_heads", f"{OPERATOR}: kv_num_heads"
   if key is None or value is None:
+    check_size(of_q, heads, 1)
+    check_size(of_kv, kv_heads, 1)
+    check_heads(f"{of_q} + 2 * kv_num_heads", heads + 2 * kv_heads, query)
     D = sizes(query)[-1] // (heads + 2 * kv_heads)
     query, key, value = query.split([heads * D, kv_heads * D, kv_heads * D], dim=-1)
-  q, k, v = with_heads(query, heads), with_heads(key, kv_heads), with_heads(value, kv_heads)
+  q, (k, v) = with_heads(query, heads, of_q), (with_heads(y, kv_heads, of_kv) for y in (key, value))
   if x.q_norm_weight is None and x.k_norm_weight is None:
     return q, k, v
   return _normalised("q", q, x.q_norm_weight, a), _normalised("k", k, x.k_norm_weight, a), v

@@ -16,6 +16,9 @@ from uopattn.integrate.onnx.shared import (
   written,
 )
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.tensors import check_size
+
+HEADS = "MultiHeadAttention: num_heads"
 
 
 def multi_head_attention(backend: Callable[[], str]) -> Operator:
@@ -81,6 +84,7 @@ def _projections(
   query: Tensor, key: Tensor | None, value: Tensor | None, bias: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
   """Return q, k and v, (B, heads, N, D), from any of the layouts that MultiHeadAttention takes."""
+  check_size(HEADS, heads, 1)
   biases: list[Tensor | None] = [None, None, None]
   if bias is not None:
     D = int(query.shape[-1]) // (1 if query.ndim == 5 else heads)
@@ -90,11 +94,12 @@ def _projections(
   if query.ndim == 5:  # (B, N, heads, 3, D)
     q, k, v = (query[:, :, :, i].transpose(1, 2) for i in range(3))
   elif key is not None and key.ndim == 5:  # (B, N, heads, 2, D)
-    q, k, v = with_heads(query, heads), *(key[:, :, :, i].transpose(1, 2) for i in range(2))
+    q, k, v = with_heads(query, heads, HEADS), *(key[:, :, :, i].transpose(1, 2) for i in range(2))
   elif key is not None and value is not None:
     if key.ndim == 4:  # keys and values with heads have their biases already
       biases[1:] = [None, None]
-    q, k, v = with_heads(query, heads), *(x if x.ndim == 4 else with_heads(x, heads) for x in (key, value))
+    k, v = (x if x.ndim == 4 else with_heads(x, heads, HEADS) for x in (key, value))
+    q = with_heads(query, heads, HEADS)
   else:
     raise ValueError("MultiHeadAttention: key and value are missing, and query is not packed, (B, N, heads, 3, D)")
   q, k, v = (x if b is None else x + b for x, b in zip((q, k, v), biases, strict=True))

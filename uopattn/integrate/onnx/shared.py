@@ -10,6 +10,7 @@ from uopattn.api.attention import Call
 from uopattn.dsl import sizes
 from uopattn.plan.reference import scores_of
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.tensors import check_size
 
 Operator = Callable[..., Any]
 
@@ -35,8 +36,16 @@ def scores(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, mode: int) -> 
   return found.cast(q.dtype)
 
 
-def with_heads(x: Tensor, heads: int) -> Tensor:
-  """(B, N, heads * D) -> (B, heads, N, D)."""
+def check_heads(name: str, heads: int, x: Tensor) -> None:
+  """Raise TypeError or ValueError unless a number of heads, that of an attribute, is an int that divides x's rows."""
+  check_size(name, heads, 1)
+  if sizes(x)[-1] % heads:
+    raise ValueError(f"{name} is {heads}; it must divide {sizes(x)[-1]}, the last size of the input")
+
+
+def with_heads(x: Tensor, heads: int, name: str) -> Tensor:
+  """(B, N, heads * D) -> (B, heads, N, D). `name` is that of the attribute, see `check_heads`."""
+  check_heads(name, heads, x)
   return x.unflatten(-1, (heads, sizes(x)[-1] // heads)).transpose(1, 2)
 
 

@@ -39,7 +39,8 @@ def attention(backend: Callable[[], str]) -> Operator:
     if not in_heads:
       if q_num_heads is None or kv_num_heads is None:
         raise ValueError("Attention: inputs of three dimensions need q_num_heads and kv_num_heads")
-      q, k, v = with_heads(q, q_num_heads), with_heads(k, kv_num_heads), with_heads(v, kv_num_heads)
+      q = with_heads(q, q_num_heads, "Attention: q_num_heads")
+      k, v = (with_heads(x, kv_num_heads, "Attention: kv_num_heads") for x in (k, v))
     q_start: int | Tensor = 0
     if past_key is not None and past_value is not None:
       k, v, q_start = past_key.cat(k, dim=2), past_value.cat(v, dim=2), sizes(past_key)[2]
