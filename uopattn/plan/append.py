@@ -21,7 +21,7 @@ from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import bound_variables, in_kernel
-from uopattn.spec.layout import VIEW_OPS, Layout, base_of, flat_base, in_memory, strided
+from uopattn.spec.layout import VIEW_OPS, Layout, base_of, flat_base, in_memory, layout_of, strided
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import Input
 
@@ -248,3 +248,8 @@ def is_memory(x: Tensor) -> bool:
     return True
   layout = strided(x)
   return layout is not None and all(n == 1 or step for n, step in zip(sizes(x), layout.strides, strict=True))
+
+
+def is_same_memory(x: Tensor, y: Tensor) -> bool:
+  """Return whether two Tensors that are memory have the same elements."""
+  return _buffer(x) is _buffer(y) and layout_of(x.uop) == layout_of(y.uop)
