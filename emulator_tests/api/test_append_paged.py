@@ -14,7 +14,7 @@ from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 
-from uopattn import append_paged, attention, attention_paged
+from uopattn import KVCache, append_paged, attention, attention_paged
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.schedule import DTYPES_8
@@ -427,9 +427,17 @@ def test_bad_arguments_write_nothing(name: str) -> None:
 
 def test_keys_and_values_in_the_same_memory() -> None:
   k, pages = zeros(1, 2, 3, 16), zeros(4, 2, 4, 16)
-  with pytest.raises(ValueError, match="v_pages is the same memory as k_pages"):
-    append_paged(k + 1, k + 2, pages, pages, Tensor([[0]]), 0)
+  other = pages.reshape(4, 2, 2, 2, 16).permute(0, 1, 2, 3, 4).reshape(4, 2, 4, 16)
+  for keys, values in ((pages, pages), (pages, other), (pages[1:], pages[1:].reshape(3, 1, 2, 4, 16).squeeze(1))):
+    with pytest.raises(ValueError, match="v_pages is the same memory as k_pages"):
+      append_paged(k + 1, k + 2, keys, values, Tensor([[0]]), 0)
   assert not pages.numpy().any()
+
+
+def test_scales_of_keys_and_values_in_the_same_memory() -> None:
+  k, pool = zeros(1, 2, 3, 16), KVCache(4, 2, 4, 16, dtype="int4")
+  with pytest.raises(ValueError, match="v_scale is the same memory as k_scale"):
+    append_paged(k, k, pool.k, pool.v, Tensor([[0]]), 0, k_scale=pool.k_scale, v_scale=pool.k_scale, kv_dtype="int4")
 
 
 def test_a_bad_scale() -> None:

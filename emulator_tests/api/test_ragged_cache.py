@@ -1,6 +1,7 @@
 """A cache whose sequences have different lengths: rows go where each sequence ends, and nothing else is written."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ from helpers import DTYPES, check, drawn, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kv_quantized import check_rounded, pairs, realized
-from tinygrad import Device, GlobalCounters, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, GlobalCounters, Tensor, TinyJit, UOp, dtypes, function
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 
@@ -308,6 +309,33 @@ def test_rows_of_the_cache_itself(arch: str) -> None:
         x[:, :, to : to + 60] = x[:, :, source : source + 60].copy()
       for x, want in zip(memory(cache), held, strict=True):
         np.testing.assert_array_equal(x, want)
+
+
+# What may still be the memory that a view is of: tinygrad copies none of these.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+  "view": lambda x: x,
+  "contiguous": Tensor.contiguous,
+  "realized": lambda x: x.contiguous().realize(),
+  "bitcast": lambda x: x.bitcast(dtypes.uint).bitcast(dtypes.float),
+}
+
+
+@pytest.mark.parametrize(("kind", "in_function"), [*((kind, False) for kind in VIEWS), ("view", True)])
+def test_rows_of_the_cache_itself_that_follow_one_another(kind: str, in_function: bool) -> None:
+  """With one sequence and one head, rows are one piece of memory, of which tinygrad's `contiguous` is a view."""
+  cache, held = KVCache(1, 1, 20, 4), [normal(1, 1, 20, 4, seed=i) for i in range(2)]
+  cache.k, cache.v = map(placed, held)
+
+  def move() -> tuple[Tensor, Tensor]:
+    k, v = (VIEWS[kind](x[:, :, :8]) for x in (cache.k, cache.v))
+    cache.append(k, v, 3)
+    return cache.k, cache.v
+
+  Tensor.realize(*(function(move, allow_implicit=True)() if in_function else move()))
+  for x, was in zip(memory(cache), held, strict=True):
+    want = was.copy()
+    want[:, :, 3:11] = was[:, :, :8]
+    np.testing.assert_array_equal(x, want)
 
 
 @pytest.mark.kinds(axis=(0,))

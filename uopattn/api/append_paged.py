@@ -14,7 +14,7 @@ from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
 from uopattn.kernels.append import PagedRows
-from uopattn.plan.append import append_call, is_memory
+from uopattn.plan.append import append_call, is_memory, is_same_memory
 from uopattn.spec.arguments import Sizes, as_scale, check_place, check_scale, check_tensor_of, of_heads
 from uopattn.spec.layout import base_of
 from uopattn.spec.shards import joined, part_of, sharded_axis
@@ -177,8 +177,10 @@ def _check_memory(parts: list[Tensor], axis: int | None) -> None:
     if not is_memory(x) or axis not in (1, None) or (i >= 2 and base_of(x.uop) is not x.uop):
       accepted = "a realized Tensor or a strided view of one" if i < 2 else "a realized Tensor, and no view"
       raise ValueError(f"{name} is no memory to write to; it must be {accepted}, {whole}")
-  if parts[0].uop is parts[1].uop:
-    raise ValueError("v_pages is the same memory as k_pages; keys and values must each have their own")
+  for i, (name, x) in enumerate(zip(names, parts, strict=False)):
+    for other, y in zip(names, parts[:i], strict=False):
+      if is_same_memory(x, y):
+        raise ValueError(f"{name} is the same memory as {other}; keys and values must each have their own")
 
 
 def _whole(x: Any) -> Any:

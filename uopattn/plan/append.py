@@ -21,7 +21,7 @@ from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import bound_variables, in_kernel
-from uopattn.spec.layout import Layout, base_of, flat_base, in_memory, strided
+from uopattn.spec.layout import VIEW_OPS, Layout, base_of, flat_base, in_memory, layout_of, strided
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import Input
 
@@ -181,8 +181,8 @@ def append_call(
     variables, start = tuple(dict.fromkeys(known)), in_kernel(start)
   buffers = {_buffer(x) for x in targets}
   # Rows that may be overwritten meanwhile are copied.
-  sources = [x.contiguous() if _buffer(x) in buffers else x for x in sources]
-  q = q.contiguous() if q is not None and _buffer(q) in buffers else q
+  sources = [_copied(x) if _buffer(x) in buffers else x for x in sources]
+  q = _copied(q) if q is not None and _buffer(q) in buffers else q
   memories = [tuple(map(Memory.of, pair)) for pair in (targets, sources)]
   call = Append(
     cast(tuple[Memory, Memory], memories[0]),
@@ -225,11 +225,19 @@ def append_call(
 
 
 def _buffer(x: Tensor) -> UOp:
-  """Return the buffer that x is a view of, or x itself if it must be computed first."""
-  base = base_of(x.uop)
-  while base.op in (Ops.AFTER, Ops.RESHAPE):
+  """Return the buffer that x may lie in, or a UOp that computes x.
+
+  To tinygrad, CONTIGUOUS of rows that follow one another in a buffer, and BITCAST, are views too.
+  """
+  base = x.uop
+  while base.op in VIEW_OPS or base.op in (Ops.AFTER, Ops.BITCAST, Ops.CONTIGUOUS):
     base = base.src[0]
   return base
+
+
+def _copied(x: Tensor) -> Tensor:
+  """Return x in other memory, where `contiguous` alone may be a view: tinygrad makes no view of what is repeated."""
+  return x.unsqueeze(0).expand(2, *x.shape).contiguous()[0]
 
 
 def is_memory(x: Tensor) -> bool:
@@ -240,3 +248,8 @@ def is_memory(x: Tensor) -> bool:
     return True
   layout = strided(x)
   return layout is not None and all(n == 1 or step for n, step in zip(sizes(x), layout.strides, strict=True))
+
+
+def is_same_memory(x: Tensor, y: Tensor) -> bool:
+  """Return whether two Tensors that are memory have the same elements."""
+  return _buffer(x) is _buffer(y) and layout_of(x.uop) == layout_of(y.uop)
