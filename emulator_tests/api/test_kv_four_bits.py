@@ -303,3 +303,14 @@ def test_narrow_tiles_by_hand_refuse_rows_that_are_no_whole_blocks(
     )
     with pytest.raises(ValueError, match=said):
       cache.attend(q, 39, backend="kernel").realize()
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
+def test_numbers_near_the_largest(kind: str, backend: str) -> None:
+  """One key, whose value is then the output: no product on the way to it is infinite."""
+  cache, v = KVCache(1, 1, 4, 16, dtype=kind), np.full((1, 1, 1, 16), 3e38, np.float32)
+  v[..., ::3] = -1e38
+  cache.append(Tensor.zeros(1, 1, 1, 16), Tensor(v), 0)
+  out = cache.attend(Tensor.zeros(1, 1, 1, 16), 0, backend=backend)
+  np.testing.assert_allclose(out.numpy(), v, rtol=0.3)

@@ -311,6 +311,20 @@ def test_rows_of_the_cache_itself(arch: str) -> None:
         np.testing.assert_array_equal(x, want)
 
 
+@pytest.mark.parametrize("kind", [KVCache, RingCache])
+def test_sequences_in_another_order(kind: type[Any]) -> None:
+  """As for a beam search: what replaces the cache's memory must be memory too."""
+  cache = KVCache(2, 1, 8, 4) if kind is KVCache else RingCache(2, 1, 8, 4)
+  new = placed(normal(2, 1, 3, 4))
+  cache.append(new, new, 0)
+  cache.k = cache.k[Tensor([1, 0])]
+  with pytest.raises(ValueError, match=r"^k of the cache is no memory to write to; assign x\.contiguous"):
+    cache.append(new, new, 3)
+  cache.k = cache.k.contiguous().realize()
+  cache.append(new, new, 3)
+  np.testing.assert_array_equal(cache.k.numpy()[:, :, :6], np.concatenate([new.numpy()[::-1], new.numpy()], 2))
+
+
 # What may still be the memory that a view is of: tinygrad copies none of these.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
   "view": lambda x: x,

@@ -14,7 +14,7 @@ from uopattn.dsl.rules.four_bits import GROUP, columns_in
 from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import Place
-from uopattn.plan.append import append_call
+from uopattn.plan.append import append_call, is_memory
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, part_of
@@ -237,6 +237,9 @@ class CacheMemory:
     axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None
     of_sequence = 0 if axis == 0 else None
     held, rows, scales = ([part_of(x, axis) for x in xs] for xs in ((self.k, self.v), (k, v), self._scales or ()))
+    for name, x in zip(("k", "v", "k_scale", "v_scale"), (*held, *scales), strict=False):
+      if not is_memory(x):
+        raise ValueError(f"{name} of the cache is no memory to write to; assign x.contiguous().realize() to it, not x")
     start = part_of(start, of_sequence) if isinstance(start, Tensor) else start
     lengths = None if lengths is None else part_of(lengths, of_sequence)
     q = None if new.q is None else part_of(new.q, axis)

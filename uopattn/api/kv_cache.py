@@ -154,7 +154,7 @@ class KVCache(CacheMemory):
         largest value counts, as a `TinyJit` checks no values when it replays. A Tensor is checked if it is realized or
         made of Python or numpy numbers, outside of a `TinyJit`; on a GPU this waits for pending work. Otherwise
         positions outside of the cache are not written. The same holds for positions that rotary_cos lacks, whose q
-        becomes NaN.
+        becomes NaN. Or `KVCache.k` or another of its Tensors was replaced by one that is not realized.
 
     Example:
       >>> from tinygrad import Tensor

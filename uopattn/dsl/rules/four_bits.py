@@ -22,7 +22,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits, rounded_bits, unit, upper_half
+from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits, rounded_bits, upper_half
 
 GROUP = 16  # elements that share a scale
 PER_WORD = 8  # elements in 32 bits
@@ -149,5 +149,7 @@ def of_tensor(x: Tensor, stored: FourBits) -> Tensor:
   places = elements.reshape(*lead, D // PER_WORD, 2, 2, 1).cast(dtypes.int)  # (word, odd, pair of pairs)
   nibbles = (places & 15).cat(places >> 4, dim=-1).reshape(*lead, D // PER_WORD, 2, 4).transpose(-1, -2)
   numbers = number_of(nibbles, stored).reshape(*lead, D // GROUP, GROUP).cast(dtypes.float)
-  factor: Tensor = scale_of_group(scales) * unit(stored, dtypes.float)
+  # Halved by its exponent where `number_of` is twice the number: tinygrad would apply a factor to a product instead,
+  # which may be infinite.
+  factor: Tensor = scale_of_group(scales - (8 if stored == NVFP4 else 0))
   return (numbers * factor.unsqueeze(-1)).reshape(*lead, D)
