@@ -201,6 +201,13 @@ BAD: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
   "device": (K, V, Tensor([1, 2], device="PYTHON"), ValueError, "start is on PYTHON, the cache is on CPU"),
   "one is negative": (K, V, Tensor([1, -2]), ValueError, "start is -2 for sequence 1; for 3 of .* from 0 to 67"),
   "one is past the end": (K, V, Tensor([68, 2]), ValueError, "start is 68 for sequence 0; for 3 of .* from 0 to 67"),
+  "rows": (
+    Tensor.zeros(1, 2, 71, 16),
+    Tensor.zeros(1, 2, 71, 16),
+    0,
+    ValueError,
+    "k and v have 71 rows; .* at most 70",
+  ),
   "negative": (K, V, -1, ValueError, "start is -1; for 3 of the cache's 70 positions it must be from 0 to 67"),
   "past the end": (K, V, 68, ValueError, "start is 68; for 3 of the cache's 70 positions it must be from 0 to 67"),
   "may end past it": (K, V, start_at(5, 2), ValueError, "start is a Variable from 0 to 68; for 3 .* from 0 to 67"),

@@ -20,6 +20,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ValueError,
     "rotary_interleaved is missing; .* belong together: True for",
   ),
+  "neither": (
+    {"rotary_sin": None, "rotary_interleaved": None},
+    ValueError,
+    "^rotary_sin and rotary_interleaved are missing; ",
+  ),
   "pairing": ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved is 1; it must be a bool"),
   "angles of both elements": (
     {"rotary_cos": Zeros(30, 16)},
@@ -51,6 +56,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     {"rotary_cos": Zeros(21, 8), "rotary_sin": Zeros(21, 8)},
     ValueError,
     "start is 22 for sequence 0; for 2 of rotary_cos's 21 positions it must be from 0 to 19",
+  ),
+  "fewer positions than rows": (
+    {"rotary_cos": Zeros(1, 8), "rotary_sin": Zeros(1, 8)},
+    ValueError,
+    "^k and v have 2 rows; they must have at most 1, rotary_cos's number of positions",
   ),
   "weight's shape": ({"k_norm_weight": Zeros(15)}, ValueError, r"k_norm_weight has shape \(15,\); it must be \(16,\)"),
   "weight": ({"q_norm_weight": 1.0}, TypeError, "q_norm_weight is 1.0; it must be a tinygrad Tensor"),

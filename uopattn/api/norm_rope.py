@@ -94,13 +94,16 @@ def _rotary(given: dict[str, Any], k: Tensor) -> tuple[tuple[Tensor, ...], bool]
     return (), False
   if cos is None or sin is None or interleaved is None:
     missing = [name for name in ("rotary_cos", "rotary_sin", "rotary_interleaved") if name not in given]
+    are = "is" if len(missing) == 1 else "are"
     raise ValueError(
-      f"{' and '.join(missing)} is missing; rotary_cos, rotary_sin and rotary_interleaved belong together: True for "
+      f"{' and '.join(missing)} {are} missing; rotary_cos, rotary_sin and rotary_interleaved belong together: True for "
       "pairs of elements 2 i and 2 i + 1, False for i and i + rotary_dim / 2, as in Hugging Face's Llama"
     )
   if not isinstance(interleaved, bool):
     raise TypeError(f"rotary_interleaved is {described(interleaved)}; it must be a bool")
   most = sizes(k)[3] // 2
+  if most == 0:
+    raise ValueError("k has head size 1; with rotary_cos it must be at least 2, for pairs of elements")
   if cos.ndim != 2 or 0 in cos.shape or sizes(cos)[1] > most:
     raise ValueError(
       f"rotary_cos has shape {cos.shape}; it must be (positions, rotary_dim / 2), the latter from 1 to {most} for the "
