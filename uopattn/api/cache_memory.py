@@ -189,7 +189,7 @@ class CacheMemory:
       ValueError: the M positions from it on are not below N_max, as far as that is known without computing.
     """
     start = placed(start, self._device)
-    if M > N_max:
+    if N_max < M:
       raise ValueError(f"k and v have {M} rows; they must have at most {N_max}, {of} number of positions")
     accepted = f"for {M} of {of} {N_max} positions it must be from 0 to {N_max - M}"
     self._check_place("start", start, N_max - M, accepted)
