@@ -299,8 +299,8 @@ def report(record: dict[str, Any]) -> str:
     "",
     f"{len(tried)} faults, drawn with seed {record['seed']}; "
     + ", ".join(f"{count} {what}" for what, count in counts.items())
-    + f". `--kinds` has {len(seconds[False])} cases of {sum(seconds[False]):.0f} seconds, "
-    f"the quick suite {len(seconds[True])} of {sum(seconds[True]):.0f}.",
+    + f". They were tried on {len(seconds[False])} cases of `--kinds`, of {sum(seconds[False]):.0f} seconds; "
+    f"{len(seconds[True])} of these, of {sum(seconds[True]):.0f} seconds, are in the quick suite.",
     "",
     "| file, line | before | after | noticed by |",
     "|---|---|---|---|",
