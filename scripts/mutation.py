@@ -245,8 +245,10 @@ def cases_of(*options: str) -> set[str]:
   return {line for line in listed.splitlines() if "::" in line}
 
 
-def try_fault(fault: Fault, cases: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
+def try_fault(fault: Fault, cases: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any] | None:
   """Return what a fault did: the case that noticed it, if any, whether that is a quick one, and how it ended.
+
+  None if the tests were killed, as where memory is short, which says nothing of the fault.
 
   Args:
     cases: those that reach the fault.
@@ -260,6 +262,8 @@ def try_fault(fault: Fault, cases: dict[str, dict[str, Any]], seconds: float) ->
       if not chosen:
         continue
       status, lines = run(tree, chosen, "-x", "-p", "no:xdist", seconds=None if is_quick else seconds)
+      if status == -signal.SIGKILL:
+        return None
       if status is None:
         found["end"] = "in time"
       elif status:
