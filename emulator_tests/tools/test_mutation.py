@@ -1,38 +1,79 @@
-"""Which cases the quick suite runs, as chosen from a record of faults."""
+"""Faults of kernels, what notes that a case reaches them, and how quick.txt changes."""
 
+import ast
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-from mutation import FEWEST, LONG, NO_CASE, QUICK, quick_cases
+import pytest
+from mutation import NO_CASE, QUICK, changes, drawn, missing, report, selected, with_probes
+
+TEXT = '''
+@decorated
+def f(a, b=1):
+  """Not 2."""
+  if a:
+    return (
+      b
+      + 3
+    )
+  elif b:
+    pass
+  else: a = 4
+  f(a)
+  return lambda: f"{a + 5}"
+'''
+CASES = {f"emulator_tests/a.py::test_a[{i}]": {"seconds": float(i), "reached": [], "quick": i == 0} for i in range(3)}
 
 
-def chosen(seconds: dict[str, float], *noticed: list[str]) -> list[str]:
-  suite: dict[str, Any] = {f"emulator_tests/{name}": {"seconds": x} for name, x in seconds.items()}
-  faults = [{"noticed": [f"emulator_tests/{name}" for name in names]} for names in noticed]
-  return quick_cases({"suite": suite, "faults": faults}, set(suite))
+def test_changes_of_a_function() -> None:
+  assert [x[3:] for x in changes(TEXT)] == [("b\n      + 3", "(b - 3)"), ("3", "4"), ("4", "5"), ("f(a)", "pass")]
+  for _, start, end, before, after in changes(TEXT):
+    assert TEXT[start:end] == before
+    ast.parse(TEXT[:start] + after + TEXT[end:])
 
 
-def test_a_fault_is_noticed_by_the_shortest_case_of_any_test() -> None:
-  others = {f"b.py::test_{i}": 0.1 for i in range(FEWEST)}
-  seconds = {"a.py::test_a[1]": 0.1, "a.py::test_a[2]": 0.2, "b.py::test_b[1]": 2 * LONG, "b.py::test_b[2]": 3 * LONG}
-  found = chosen(seconds | others, ["a.py::test_a[2]", "b.py::test_b[1]"])
-  assert found == sorted(["a.py::test_a[2]", f"{NO_CASE}b.py::test_b", *others])
-  assert chosen(seconds, ["b.py::test_b[2]"]) == ["a.py::test_a[1]", "b.py::test_b[2]"]
+def test_faults_of_a_seed_are_the_same() -> None:
+  assert drawn(3, 5) == drawn(3, 9)[:5]
+  assert not set(drawn(3, 5)) & set(drawn(4, 5))
 
 
-def test_a_test_that_notices_nothing_has_its_shortest_case_unless_it_is_long() -> None:
-  assert chosen({"a.py::test_a[1]": 0.9 * LONG, "a.py::test_a[2]": 0.1}) == ["a.py::test_a[2]"]
+@pytest.fixture
+def reached() -> Iterator[set[int]]:
+  sys.reached = set[int]()  # type: ignore[attr-defined]
+  yield sys.reached  # type: ignore[attr-defined]
+  del sys.reached  # type: ignore[attr-defined]
 
 
-def test_of_each_file_the_shortest_tests_have_a_case_though_it_is_long() -> None:
-  seconds = {f"a.py::test_{i}": LONG + i for i in range(FEWEST + 1)}
-  assert chosen(seconds) == [*list(seconds)[:-1], f"{NO_CASE}a.py::test_{FEWEST}"]
-  assert chosen({"a.py::test_a": 0.1} | seconds)[: FEWEST - 1] == [f"a.py::test_{i}" for i in range(FEWEST - 1)]
+@pytest.mark.parametrize(("a", "b", "numbers"), [(1, 0, {5, 8, 10, 12}), (0, 1, {5, 10, 12})])
+def test_probes(reached: set[int], a: int, b: int, numbers: set[int]) -> None:
+  """Each fault has the number of its line. What has no line of its own is reached with what it is in."""
+  found: dict[str, Any] = {"decorated": lambda function: function}
+  exec(with_probes(TEXT.replace("f(a)", "()"), {line: line for line in (5, 8, 10, 12)}), found)
+  assert not reached
+  found["f"](a, b)
+  assert reached == numbers
 
 
-def test_the_oracle_meets_every_value_of_a_case_that_is_not_long() -> None:
-  name = "a.py::test_matches_the_oracle"
-  seconds = {f"{name}[sm_80-small]": 0.1, f"{name}[sm_80-large]": 1.9 * LONG, f"{name}[gfx942-large]": 2 * LONG}
-  assert chosen(seconds) == [f"{name}[sm_80-large]", f"{name}[sm_80-small]"]
+def test_a_case_by_which_another_suite_notices_is_missing() -> None:
+  fault = {"file": "kernels/a.py", "line": 1, "before": "a | b", "after": "b", "cases": 3, "end": "fails"}
+  first, _, last = CASES
+  tried = [
+    fault | {"by": first, "quick": True},
+    fault | {"by": last, "quick": False},
+    fault | {"by": None, "quick": False},
+  ]
+  record = {"seed": 0, "cases": CASES, "tried": tried}
+  assert missing(record) == {last: 2.0}
+  assert "3 faults" in report(record)
+  assert f"| `a \\| b` | `b` | another: {last} fails |" in report(record)
+
+
+def test_quick_cases_are_added_and_those_that_no_longer_exist_are_left_out() -> None:
+  exist = {"a.py::test_a[1]", "a.py::test_a[2]", "a.py::test_b[1]", "a.py::test_c"}
+  lines = ["a.py::test_a[1]", "a.py::test_a[0]", *(f"{NO_CASE}a.py::test_{x}" for x in "bcd")]
+  found = selected(lines, ["a.py::test_a[2]", "a.py::test_b[1]"], exist)
+  assert found == ["a.py::test_a[1]", "a.py::test_a[2]", "a.py::test_b[1]", f"{NO_CASE}a.py::test_c"]
 
 
 def test_the_file_names_a_test_by_cases_or_as_having_none() -> None:
