@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterable, Iterator
+from collections.abc import Container, Generator, Hashable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +109,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves what is asked for; see emulator_tests/README.md for what that is."""
-  chosen, tests = profile(config), dict[str, list[pytest.Item]]()
+  chosen, tests, arguments = profile(config), dict[str, list[pytest.Item]](), named_by(config)
   if chosen == "slow":
     return
   for item in items:
@@ -118,9 +118,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   for every in tests.values():
     cases = [case for case in every if case.get_closest_marker("slowest") is None]
     of_kinds = cover(kinds(cases))
-    named = [case for case in every if is_named(config, case.path, case.nodeid.partition("::")[2])]
+    named = [case for case in every if (case.path, case.nodeid.partition("::")[2]) in arguments]
     left.update(named)
-    for case in (of_quick := [*named, *(case for case in quick(of_kinds) if case not in named)]):
+    for case in (of_quick := {*named, *quick(of_kinds, arguments)}):
       case.stash[IS_QUICK] = True
     left.update(cover(cases, of_kinds) if chosen == "values" else of_kinds if chosen == "kinds" else of_quick)
   config.hook.pytest_deselected(items=[item for item in items if item not in left])
@@ -143,13 +143,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip(f"not begun within --minutes={item.config.getoption('--minutes'):g}")
 
 
-def quick(cases: list[pytest.Item]) -> list[pytest.Item]:
+def quick(cases: list[pytest.Item], arguments: Container[tuple[Path, str]]) -> list[pytest.Item]:
   """Those of a test's cases that quick.txt names; all of a test that it does not name at all, as of a new one.
 
-  Of a test that has none there, none are run, unless an argument names the test.
+  Of a test that has none there, none are run, unless `arguments`, those of `named_by`, name the test.
   """
   if not cases or NO_CASE + (test := place(cases[0]).split("[")[0]) in in_quick():
-    return cases if cases and is_named(cases[0].config, cases[0].path, test.partition("::")[2]) else []
+    return cases if cases and (cases[0].path, test.partition("::")[2]) in arguments else []
   named = {x for x in in_quick() if x.split("[")[0] == test}
   found = [case for case in cases if place(case) in named]
   unknown = named - {place(case) for case in found}
@@ -158,10 +158,9 @@ def quick(cases: list[pytest.Item]) -> list[pytest.Item]:
   return found or cases
 
 
-def is_named(config: pytest.Config, path: Path, name: str) -> bool:
-  """Whether an argument names this test or case."""
-  arguments = (x.partition("::") for x in config.args)
-  return any(given == name and Path(file).resolve() == path for file, _, given in arguments)
+def named_by(config: pytest.Config) -> set[tuple[Path, str]]:
+  """The tests and cases that arguments name, by file and name."""
+  return {(Path(file).resolve(), name) for file, _, name in (x.partition("::") for x in config.args)}
 
 
 def place(case: pytest.Item) -> str:

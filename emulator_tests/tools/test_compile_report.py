@@ -20,8 +20,7 @@ BUDGET = {64: 10.0, 128: 8.0}
 # RDNA3's matrix instruction takes twice the registers and twice the reads of LDS: both halves of a wave hold all of k.
 # At D=128 one tile of queries is all that a wave has registers for, so each reads what it multiplies, and waits for it:
 # 67 waits of 533 instructions. Loads in groups (sched_group_barrier) wait less, but move more.
-# clang 19 takes one instruction more than clang 23 for float16 at D=64.
-RDNA3_BUDGET = {("float16", 64): 10.1, ("bfloat16", 64): 10.4, ("float16", 128): 9.0, ("bfloat16", 128): 9.7}
+RDNA3_BUDGET = {("float16", 64): 10.0, ("bfloat16", 64): 10.4, ("float16", 128): 9.0, ("bfloat16", 128): 9.7}
 
 
 # What large scores cost, each row's factor or the difference that is taken first, shows where a tile has two rows.
@@ -33,10 +32,13 @@ RIGHT_FOR_LARGE_SCORES = {
 
 
 def compiled_by(of: str, arch: str, dtype: str, D: int, causal: bool) -> Compiled:
-  """A kernel, if the compiler at hand knows the architecture."""
+  """A kernel, if the compiler at hand knows the architecture and is one that the budgets are for."""
   version = re.search(r"version (\d+)", clang_version())
-  if arch == "gfx950" and version is not None and int(version[1]) < 20:
-    pytest.skip(f"{clang_version()} does not know gfx950; clang 20 does")
+  if version is not None and int(version[1]) < 20:
+    if arch == "gfx950":
+      pytest.skip(f"{clang_version()} does not know gfx950; clang 20 does")
+    if arch.startswith("gfx11") and (dtype, D) == ("float16", 64):
+      pytest.skip(f"{clang_version()} makes one instruction more than the budget, which newer ones keep")
   return measure(of, arch, dtype, 1024, 1024, D, causal)
 
 
