@@ -254,7 +254,7 @@ def try_fault(fault: Fault, cases: dict[str, dict[str, Any]], seconds: float) ->
     cases: those that reach the fault.
     seconds: after which the cases that are not quick ones are ended.
   """
-  found: dict[str, Any] = asdict(fault) | {"cases": len(cases), "by": None, "quick": False, "end": ""}
+  found: dict[str, Any] = asdict(fault) | {"cases": len(cases), "by": None, "quick": False, "ended": ""}
   with copy_of_the_tree() as tree:
     fault.apply(tree)
     for is_quick in (True, False):
@@ -265,11 +265,17 @@ def try_fault(fault: Fault, cases: dict[str, dict[str, Any]], seconds: float) ->
       if status == -signal.SIGKILL:
         return None
       if status is None:
-        found["end"] = "in time"
+        found["ended"] = "in time"
       elif status:
-        end = "hangs" if status == -signal.SIGALRM else "crashes" if status < 0 else "fails"
-        return found | {"by": lines[-1]["case"] if lines else chosen[0], "quick": is_quick, "end": end}
+        ended = "hangs" if status == -signal.SIGALRM else "crashes" if status < 0 else "fails"
+        return found | {"by": lines[-1]["case"] if lines else chosen[0], "quick": is_quick, "ended": ended}
   return found
+
+
+def untried(faults: list[Fault], tried: list[dict[str, Any]]) -> list[int]:
+  """Return the numbers of the faults that are not among those tried."""
+  known = [{name: x[name] for name in Fault.__dataclass_fields__} for x in tried]
+  return [number for number, fault in enumerate(faults) if asdict(fault) not in known]
 
 
 def missing(record: dict[str, Any]) -> dict[str, float]:
@@ -296,7 +302,7 @@ def report(record: dict[str, Any]) -> str:
     "by other cases alone": sum(bool(x["by"]) and not x["quick"] for x in tried),
     "by none": sum(not x["by"] for x in tried),
     "of these no case reaches": sum(not x["cases"] for x in tried),
-    "of all keep a case from ending": sum(x["end"] == "hangs" for x in tried),
+    "of all keep a case from ending": sum(x["ended"] == "hangs" for x in tried),
   }
   lines = [
     "# Faults of kernels, and the cases that notice them",
@@ -311,7 +317,7 @@ def report(record: dict[str, Any]) -> str:
   ]
   for x in sorted(tried, key=lambda x: (x["quick"], bool(x["by"]), x["file"], x["line"])):
     by = f"{'' if x['quick'] else 'another: '}{x['by']}" if x["by"] else f"none of {x['cases']}"
-    row = f"{x['file']}, {x['line']}", f"`{x['before'][:60]}`", f"`{x['after'][:60]}`", f"{by} {x['end']}"
+    row = f"{x['file']}, {x['line']}", f"`{x['before'][:60]}`", f"`{x['after'][:60]}`", f"{by} {x['ended']}"
     lines.append("| " + " | ".join(" ".join(y.split()).replace("|", "\\|") for y in row) + " |")
   new = (f"- `{case}` ({x:.1f} s)" for case, x in missing(record).items())
   return "\n".join([*lines, "", "Cases that quick.txt lacks:", "", *new]) + "\n"
@@ -361,14 +367,12 @@ def main() -> int:
     cases = {name: x for name, x in record["cases"].items() if number in x["reached"]}
     return try_fault(faults[number], cases, given.seconds)
 
-  known = [{name: x[name] for name in Fault.__dataclass_fields__} for x in record["tried"]]
   with ThreadPoolExecutor(given.jobs) as pool:
-    waiting = [number for number, fault in enumerate(faults) if asdict(fault) not in known]
-    for future in as_completed([pool.submit(tried, number) for number in waiting]):
+    for future in as_completed([pool.submit(tried, number) for number in untried(faults, record["tried"])]):
       if done := future.result():
         record["tried"].append(done)
         write()
-        print(f"{done['file']}:{done['line']} {done['by']} {done['end']}", flush=True)
+        print(f"{done['file']}:{done['line']} {done['by']} {done['ended']}", flush=True)
   given.report.write_text(report(record))
   return 0
 

@@ -13,6 +13,8 @@ import test_kv_four_bits
 import test_paged_four_bits
 import test_ragged_cache
 import test_ring_cache
+import test_sparse
+import test_sparse_gradients
 from gradients import check_gradients, check_gradients_of_sequences, cotangents, gradients_of
 from helpers import check, check_attention, dispatch_among, drawn, on_device, qkv, served_by
 from test_dropout import P, kept_weights
@@ -455,6 +457,26 @@ def test_a_ring(M_max: int) -> None:
   cache = test_ring_cache.poisoned(5, Device.DEFAULT, HALF, sink_tokens=2, M_max=M_max)
   text = test_ring_cache.Text(HALF, Device.DEFAULT)
   test_ring_cache.steps(cache, text, [M_max] * 12, "Tensor", 5, 2)
+
+
+# B, Hq, Hkv, M, N, top_k, Dk, Dv
+SPARSE = {
+  "grouped": ((2, 8, 2, 70, 300, 90, 64, 64), HALF),
+  "one key head": ((1, 16, 1, 40, 500, 130, 128, 128), BFLOAT),
+  "large head": ((1, 4, 1, 30, 200, 70, 192, 128), HALF),
+  "float32": ((2, 4, 4, 20, 90, 33, 40, 24), FLOAT),
+}
+
+
+@pytest.mark.parametrize("way", test_sparse_gradients.WAYS[:2])
+@pytest.mark.parametrize("case", SPARSE)
+def test_gradients_of_chosen_keys(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  """By chosen keys in chunks of queries, the last of which is not full."""
+  test_sparse_gradients.count_of_chunks(monkeypatch, 16)
+  x, dtype = test_sparse.Case(*SPARSE[case], Device.DEFAULT), SPARSE[case][1]
+  test_sparse_gradients.check(
+    *test_sparse_gradients.gradients(x, test_sparse_gradients.set_way(monkeypatch, way)), dtype
+  )
 
 
 @pytest.mark.parametrize("M", [1, 150], ids=["few", "many"])

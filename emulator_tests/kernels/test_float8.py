@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance import SUBJECTS
 from emulator_kernels import kernel, launch, threads
 from helpers import check_attention, inputs, on, placed, qkv, run_tiles
 from mistakes import Mistake
@@ -144,6 +145,15 @@ def test_chosen_tiles_fit_on_amd(arch: str) -> None:
       tiles = dispatch(spec(E4M3, length, D), Target("AMD", arch)).tiles
       assert tiles.bits == 8
       assert tiles.lds_bytes(D, D) <= lds_limit(arch)
+
+
+@pytest.mark.kinds(arch=AMD)
+@pytest.mark.parametrize("arch", AMD)
+def test_rows_of_results_that_end_within_a_word(arch: str) -> None:
+  """Stored byte by byte, where each target's lanes have their columns."""
+  subject = SUBJECTS["amd8"]
+  with subject.on(arch):
+    subject.check(*subject.inputs(arch, (1, 2, 1, 20, 40, 24, 37), E4M3))
 
 
 @pytest.mark.kinds(arch=("gfx942",), dtype=(E4M3,))

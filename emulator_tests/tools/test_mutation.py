@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mutation import NO_CASE, QUICK, changes, drawn, missing, report, selected, with_probes
+from mutation import NO_CASE, QUICK, changes, drawn, missing, report, selected, try_fault, untried, with_probes
 
 TEXT = '''
 @decorated
@@ -55,8 +55,13 @@ def test_probes(reached: set[int], a: int, b: int, numbers: set[int]) -> None:
   assert reached == numbers
 
 
+def test_what_is_recorded_of_a_fault_is_found_again() -> None:
+  faults = drawn(0, 2)
+  assert untried(faults, [try_fault(faults[0], {}, 0) or {}]) == [1]
+
+
 def test_a_case_by_which_another_suite_notices_is_missing() -> None:
-  fault = {"file": "kernels/a.py", "line": 1, "before": "a | b", "after": "b", "cases": 3, "end": "fails"}
+  fault = {"file": "kernels/a.py", "line": 1, "before": "a | b", "after": "b", "cases": 3, "ended": "fails"}
   first, _, last = CASES
   tried = [
     fault | {"by": first, "quick": True},
