@@ -24,6 +24,11 @@ MULTI_HEAD: Refusals = [
     {},
     "past_sequence_length is 8, key has 5 rows and past_key 12; it ",
   ),
+  (
+    BUFFER | {"past_key": normal(1, H, 4, D), "past_value": normal(1, H, 4, D), "past_sequence_length": np.array(0)},
+    {},
+    "key has 5 rows; past_key, a buffer for all, has 4",
+  ),
   (BUFFER | {"past_sequence_length": np.array(-1)}, {}, "past_sequence_length is -1, .*; it must be from 0 to 7"),
   (
     {"key_padding_mask": np.ones(2 * B, np.int32)},
@@ -110,6 +115,12 @@ GROUPED: Refusals = [
     {},
     r"query_seqlens\[0\] is 0, .* a cache of 8 it must be from 1 to 1",
   ),
+  (
+    CHUNK | {"seqlens_k": np.array([5, 9], np.int32)},
+    {},
+    r"seqlens_k\[1\] is 9; with 1 rows and a cache of 8 it must be at most 8",
+  ),
+  (CHUNK | {"seqlens_k": np.array([5, -2], np.int32)}, {}, r"seqlens_k\[1\] is -2; .* it must be at least -1"),
   ({"past_key": None, "past_value": None}, WINDOW, "sliding_window_cache needs past_key and past_value"),
   ({}, WINDOW | {"sliding_window_cache": 2}, "sliding_window_cache is 2; it must be 0 or 1"),
   (

@@ -74,6 +74,8 @@ def _past_length(given: Tensor, past_key: Tensor | None, new: int) -> int:
   if given.numel() != 1:
     raise ValueError(f"MultiHeadAttention: past_sequence_length has shape {given.shape}; it must have one element")
   past, held = int(given.item()), sizes(past_key)[2]
+  if new > held:
+    raise ValueError(f"MultiHeadAttention: key has {new} rows; past_key, a buffer for all, has {held}")
   if not 0 <= past <= held - new:
     had = f"past_sequence_length is {past}, key has {new} rows and past_key {held}"
     raise ValueError(f"MultiHeadAttention: {had}; it must be from 0 to {held - new}")
