@@ -1,7 +1,7 @@
 """The call of the kernel that writes new keys and values into a cache (`uopattn.kernels.append`)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -209,19 +209,28 @@ def append_call(
   inputs += map(in_memory, others)
   kernel, *_ = [prepared(_graph, x, call, target_of(x).device == "CPU") for x in devices_of(device)]
 
+  rounds = sources[0].dtype != targets[0].dtype
+  gradient = _gradient(norm_rope is not None, rounds, len(outputs), inputs, len(variables))
+  written = kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
+  return written, None if rotated is None else Tensor(rotated.uop.after(written))
+
+
+def _gradient(
+  rotates: bool, rounds: bool, outputs: int, inputs: Sequence[Tensor], variables: int
+) -> Callable[..., tuple[UOp | None, ...]]:
+  """Return the gradients of a call: as rounding to 8 bits has it, 0 of k and v, the first inputs; else an error."""
+
   def gradient(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
-    """As rounding to 8 bits has it, of k and v 0."""
-    if norm_rope is not None:
+    if rotates:
       raise NotImplementedError("queries and keys that append rotates or normalizes have no gradients; use plain ops")
-    if sources[0].dtype == targets[0].dtype:
+    if not rounds:
       raise NotImplementedError(
         "keys and values that were appended to a cache have no gradients; pass them to attention"
       )
     zeros = [x.uop.const_like(0) for x in inputs[:2]]
-    return (*(None for _ in outputs), *zeros, *(None for _ in (*inputs[2:], *variables)))
+    return (*(None for _ in range(outputs)), *zeros, *(None for _ in range(len(inputs) - 2 + variables)))
 
-  written = kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
-  return written, None if rotated is None else Tensor(rotated.uop.after(written))
+  return gradient
 
 
 def _buffer(x: Tensor) -> UOp:
