@@ -218,7 +218,13 @@ def append_call(
 def _gradient(
   rotates: bool, rounds: bool, outputs: int, inputs: Sequence[Tensor], variables: int
 ) -> Callable[..., tuple[UOp | None, ...]]:
-  """Return the gradients of a call: as rounding to 8 bits has it, 0 of k and v, the first inputs; else an error."""
+  """Return the gradients of a call: 0 of k and v where it rounds them to 8 bits, else an error.
+
+  Args:
+    rotates: whether it rotates or normalizes keys.
+    rounds: whether k and v, the first of `inputs`, have another dtype than the memory.
+    outputs, variables: how many the call has; none has a gradient.
+  """
 
   def gradient(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     if rotates:

@@ -155,11 +155,12 @@ def _checked_counts(counts: Tensor, lengths: Tensor, M: int, x: Inputs, a: Attri
     raise ValueError(f"{OPERATOR}: query_seqlens has shape {counts.shape}; it must be {lengths.shape}")
   held = math.inf if x.past_key is None or a.sliding_window_cache else sizes(x.past_key)[2]
   for b, (count, length) in enumerate(zip(counts.numpy(), lengths.numpy(), strict=True)):
+    if length < 0:
+      raise ValueError(f"{OPERATOR}: seqlens_k[{b}] is {length - 1}; it must be at least -1")
+    if length > held + M:
+      most = f"with {M} rows and a cache of {held} it must be at most {held + M - 1}"
+      raise ValueError(f"{OPERATOR}: seqlens_k[{b}] is {length - 1}; {most}")
     low, high = max(0, length - held), min(M, length)
-    if low > high:
-      most = f"at most {held + M - 1}" if length > 0 else "at least -1"
-      chunk = f"seqlens_k[{b}] is {length - 1}"
-      raise ValueError(f"{OPERATOR}: {chunk}; with {M} rows and a cache of {held} it must be {most}")
     if not low <= count <= high:
       chunk = f"query_seqlens[{b}] is {count}, seqlens_k[{b}] {length - 1}"
       raise ValueError(f"{OPERATOR}: {chunk}; with {M} rows and a cache of {held} it must be from {low} to {high}")
