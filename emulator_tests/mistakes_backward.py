@@ -122,8 +122,8 @@ def idle_blocks_kept(right: Phase) -> Phase:
 
 
 def begun_anew(right: Phase) -> Phase:
-  def mma_ab(self: Any, operands: Any, lds: Any, acc: Any, begun: Any) -> Any:
-    return right(self, operands, lds, acc, [[x * 0.0 for x in tile] for tile in begun])
+  def mma_ab(self: Any, operands: Any, lds: Any, acc: Any, starts: Any) -> Any:
+    return right(self, operands, lds, acc, [[x * 0.0 for x in tile] for tile in starts])
 
   return mma_ab
 

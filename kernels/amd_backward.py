@@ -353,8 +353,8 @@ class WaveMma:
 
   def product(self, operands: list[list[LoadOperand]], tile: LdsRows, start: Elements | None) -> Elements:
     """Compute the rows of a tile times stationary rows, from a start."""
-    begun = None if start is None else [[start[at] for at in self.places(i)] for i in range(len(operands))]
-    out = self.mma.mma_abt(tile, self.tiles.block, operands, begun)
+    starts = None if start is None else [[start[at] for at in self.places(i)] for i in range(len(operands))]
+    out = self.mma.mma_abt(tile, self.tiles.block, operands, starts)
     return {(i, e): x for i, row in enumerate(out) for e, x in enumerate(row)}
 
   def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> list[list[Operand]]:
@@ -366,10 +366,10 @@ class WaveMma:
   def mma_ab(self, left: list[list[Operand]], tile: LdsRows, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
     """Add a transposed tile times P^T or dS^T to `old`. Returns the stores to acc."""
     row_tiles, d_tiles, result = sizes(old)
-    begun = [
+    starts = [
       [UOp.stack(*[old[i, d, e].load() for e in range(result)]) for d in range(d_tiles)] for i in range(row_tiles)
     ]
-    return self.mma.mma_ab(left, tile, acc, begun)
+    return self.mma.mma_ab(left, tile, acc, starts)
 
   def store(self, o: UOp, acc: UOp, factor: float, length: UOp | None = None) -> list[UOp]:
     """Store a sum times a factor to this lane's rows of o, and 0 to rows from `length` on."""

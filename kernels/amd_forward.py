@@ -258,11 +258,11 @@ class WaveMma:
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
     l_i = self.mma.row_reduce(UOp.__add__, state.l_i[i].load())
-    found = rules.finished(state.m_i[i].load(), l_i, row, exp2, 2.0**-self.p_scale_log2)
-    factor = found.factor * 2 if self.mma.f.fnuz else found.factor  # values, converted, are half
+    finished_row = rules.finished(state.m_i[i].load(), l_i, row, exp2, 2.0**-self.p_scale_log2)
+    factor = finished_row.factor * 2 if self.mma.f.fnuz else finished_row.factor  # values, converted, are half
     stores = self.mma.store_acc(o, head, row, state.acc[i], lambda x: x * factor)
     if lse is not None:
-      stores += store_lse(lse, row < self.M, head, row, [HIP.pin(x) for x in found.numbers(lse)])
+      stores += store_lse(lse, row < self.M, head, row, [HIP.pin(x) for x in finished_row.numbers(lse)])
     return stores
 
 

@@ -122,18 +122,18 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   block, outer, config = Block.of(s, q, Dv, queries, tiles, lse is not None), queries.axes, tile_config(*queries.axes)
   n_tiles, units, groups = block.key_tiles.key_range.n_tiles, block.units, tiles.groups
 
-  loop, begun = block.key_tiles.loop(s, *outer), config
+  loop, prologue = block.key_tiles.loop(s, *outer), config
   if block.overlaps:
     last = n_tiles - 1  # the loop counts down
     keys = block.keys(k, block.load_keys(k, last, *outer), last)
-    begun = block.multiply_qk(keys, block.first_unit(last), slot_of(0, last, units), *outer, config)
+    prologue = block.multiply_qk(keys, block.first_unit(last), slot_of(0, last, units), *outer, config)
   tile, stage = block.key_tiles.at(loop.index).with_pages(s, loop.axes), loop.index % block.stages
   v_tile = block.load_values(v, tile, stage, *loop.axes)
   # Q K^T is a unit ahead, so that the last unit of a tile needs the next tile.
   following = clamp(loop.index - (block.stages - 1), 0, block.key_tiles.count - 1)
-  k_tiles = block.load_keys(k, following, *loop.axes, begun)
+  k_tiles = block.load_keys(k, following, *loop.axes, prologue)
   unit, first_unit = s.axis(units), block.first_unit(loop.index)
-  inside, slot = (*loop.axes, unit, begun), slot_of(unit, loop.index, units)
+  inside, slot = (*loop.axes, unit, prologue), slot_of(unit, loop.index, units)
   if isinstance(first_unit, UOp):
     inside = *loop.axes, unit, CPU.skip_trip(unit < first_unit, *inside)
   if not block.overlaps:
@@ -350,8 +350,8 @@ def softmax(
   shift, factor, alpha = update_maxima(s, m_i, l_i, group, highest, scaling, inside)
   rescaled = rescale(s, acc, group, alpha, shift)
   l_tile = s.assign(s.buffer(groups, LANES), lambda j, m: 0.0, within=inside)  # its own sum: a long one loses digits
-  given = block.weights.after(*inside), slot, seen, at, shift, l_tile, factor, scaling.subtracts, block.degree
-  return Weighing(*given), (*inside, seen, rescaled, l_tile)
+  fields = block.weights.after(*inside), slot, seen, at, shift, l_tile, factor, scaling.subtracts, block.degree
+  return Weighing(*fields), (*inside, seen, rescaled, l_tile)
 
 
 def multiply_and_weigh(

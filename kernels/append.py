@@ -289,9 +289,9 @@ class _Row:
     def store(group: UOp, within: UOp) -> UOp:
       assert x.four is not None
       bits, codes = rounded_group([element(group * GROUP + i, within) for i in range(GROUP)], x.four)
-      found = [codes[low] | (codes[high] << 4) for low, high in BYTES]
+      pairs = [codes[low] | (codes[high] << 4) for low, high in BYTES]
       places = [*(group * len(BYTES) + i for i in range(len(BYTES))), group + D // 2]
-      stores = (memory[(start + at).valid(within)].store(byte) for at, byte in zip(places, (*found, bits), strict=True))
+      stores = (memory[(start + at).valid(within)].store(byte) for at, byte in zip(places, (*pairs, bits), strict=True))
       return UOp.group(*stores)
 
     return self._each(D // GROUP, store)
@@ -301,8 +301,8 @@ class _Row:
     if self.lane is None:
       c = self.s.axis(count)
       return store(c, self.kept).end(c)
-    found = [self.lane + n * LANES for n in range(ceildiv(count, LANES))]
-    return UOp.group(*(store(c, self.kept if c.vmax < count else self.kept & (c < count)) for c in found))
+    indices = [self.lane + n * LANES for n in range(ceildiv(count, LANES))]
+    return UOp.group(*(store(c, self.kept if c.vmax < count else self.kept & (c < count)) for c in indices))
 
   def _scale(self, parts: list[Part], dtype: DType) -> UOp:
     """Return the scale of a row: 0 if its reciprocal would not be finite, and NaN if the row holds NaN or infinity."""
@@ -311,14 +311,14 @@ class _Row:
     for part in parts:
       many, count = self.lane is not None, part.steps
       step = self.s.axis(ceildiv(count, AT_ONCE), AxisType.REDUCE) if many else self.s.axis(count)
-      found = largest.after(step)[0].load()
+      running_max = largest.after(step)[0].load()
       for n in [step * AT_ONCE + n for n in range(min(count, AT_ONCE))] if many else [step]:
         inside = self.exists if n.vmax < count else self.exists & (n < count)
         for _, value in part.values(n, inside):
           # Without its sign: NaN > infinity > any number.
           bits = inside.where(value.bitcast(dtypes.int) & 0x7FFFFFFF, UOp.const(0, dtypes.int))
-          found = found.maximum(bits)
-      largest = largest.after(largest[0].store(found).end(step))
+          running_max = running_max.maximum(bits)
+      largest = largest.after(largest[0].store(running_max).end(step))
     bits, most = largest[0].load(), MAX_STORED[dtype]
     value = bits.bitcast(dtypes.float)
     scale = (value < LEAST * most).where(0.0, value / most)

@@ -216,10 +216,10 @@ def streamed_tiles(
   values_by_columns: bool = False,
 ) -> StreamedTiles:
   """The pipeline of both matrices. With `values_by_columns` the second is only read transposed, and stored so."""
-  found = []
+  local_tiles = []
   for x, by_columns in zip(sources, (False, values_by_columns), strict=True):
-    found.append(LocalTile.make(s, tiles.block, round_up(x.size, SIZE), by_columns, dtype))
-  return StreamedTiles(tuple(found), sources, tile_range, thread, tiles.threads)
+    local_tiles.append(LocalTile.make(s, tiles.block, round_up(x.size, SIZE), by_columns, dtype))
+  return StreamedTiles(tuple(local_tiles), sources, tile_range, thread, tiles.threads)
 
 
 @dataclass(frozen=True)
@@ -276,13 +276,13 @@ class SimdgroupRows:
     starts: Sequence[Elements | None],
   ) -> list[Elements]:
     """Compute S and dP."""
-    found = []
+    products = []
     for left, tile, start in zip(stationary, tiles, starts, strict=True):
-      begun = None if start is None else self.lists(start)
-      rows = self.mma.mma_abt(left(tile.memory), tile, begun)
+      start_rows = None if start is None else self.lists(start)
+      rows = self.mma.mma_abt(left(tile.memory), tile, start_rows)
       elements: Elements = {(i, j): x for i, row in enumerate(rows) for j, x in enumerate(row)}
-      found.append(elements)
-    return found
+      products.append(elements)
+    return products
 
   def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> list[list[Matrix]]:
     """P or dS, rounded, as left operands: for each tile of 8 rows, one per eight streamed rows."""
@@ -291,8 +291,8 @@ class SimdgroupRows:
   def mma_ab(self, left: list[list[Matrix]], tile: LocalTile, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
     """Add left times a tile to `old`. Returns the stores to acc (tiles of 8 rows, matrices, 2)."""
     row_tiles, width, _ = sizes(old)
-    begun = [[UOp.stack(*(old[i, d, e].load() for e in range(PAIR))) for d in range(width)] for i in range(row_tiles)]
-    out = self.mma.mma_ab(left, tile, UOp.const(0), begun)
+    starts = [[UOp.stack(*(old[i, d, e].load() for e in range(PAIR))) for d in range(width)] for i in range(row_tiles)]
+    out = self.mma.mma_ab(left, tile, UOp.const(0), starts)
     return [acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
 
   def lists(self, elements: Elements) -> list[list[UOp]]:

@@ -224,13 +224,13 @@ class SimdgroupRows:
     stores = []
     for i, (place, row) in enumerate(zip(self.places, self.rows, strict=True)):
       l_i = row_reduce(UOp.__add__, state.l_i[i].load())
-      found = rules.finished(state.m_i[i].load(), l_i, row, METAL.exp2)
+      finished_row = rules.finished(state.m_i[i].load(), l_i, row, METAL.exp2)
       matrices = range(sizes(state.acc)[1])
-      values = [state.acc[i, d, e].load() * found.factor for d in matrices for e in range(PAIR)]
+      values = [state.acc[i, d, e].load() * finished_row.factor for d in matrices for e in range(PAIR)]
       stores += self.mma.store(o, head, place, self.column, values)
       if lse is not None:
         first = (self.column + self.mma.column).eq(0)
-        stores += store_lse(lse, (place < self.M) & first, head, place, found.numbers(lse))
+        stores += store_lse(lse, (place < self.M) & first, head, place, finished_row.numbers(lse))
     return stores
 
 

@@ -50,8 +50,8 @@ def list_keys(table: UOp, counts: UOp, indices: UOp, lengths: UOp | None = None,
     """An entry of this thread's, and 1 if it is valid, else 0."""
     j = thread * own + e
     inside = j < top_k
-    found = inside.where(indices.base[(item * top_k + j).valid(inside)].load(), UOp.const(-1, dtypes.int))
-    return found, all_of(j < length, found >= 0, found < keys)
+    key = inside.where(indices.base[(item * top_k + j).valid(inside)].load(), UOp.const(-1, dtypes.int))
+    return key, all_of(j < length, key >= 0, key < keys)
 
   place = s.buffer(1, dtype=dtypes.int)  # of this thread's next valid entry
   place = place.after(place.after(*axes)[0].store(ZERO))
@@ -61,9 +61,9 @@ def list_keys(table: UOp, counts: UOp, indices: UOp, lengths: UOp | None = None,
     place = place.after(place[0].store(place.after(e)[0].load() + entry(e)[1]).end(e))
     place, total = _before(s, place, thread)
   e = s.axis(own)
-  at, (found, valid) = place.after(e)[0].load(), entry(e)
+  at, (key, valid) = place.after(e)[0].load(), entry(e)
   to = item * top_k + clamp(at.cast(dtypes.weakint), 0, top_k - 1)
-  stored = table.base[to.valid(valid.ne(0))].store(found)
+  stored = table.base[to.valid(valid.ne(0))].store(key)
   place = place.after(place.after(stored)[0].store(at + valid).end(e))
   total = place[0].load() if total is None else total
   e = s.axis(own)

@@ -47,12 +47,12 @@ def list_choosers(rows: UOp, times: UOp, totals: UOp, chosen: UOp, slots: UOp, *
   begin = head * M * keys + key
   exists = key < keys
   count = chosen.base[(begin + m * keys).valid(exists)].load()
-  found = all_of(exists, count.cast(dtypes.int) > 0)
+  is_chosen = all_of(exists, count.cast(dtypes.int) > 0)
   at = place.after(m)[0].load()
-  to = (begin + clamp(at.cast(dtypes.weakint), 0, M - 1) * keys).valid(found.ne(0))
-  row = (m * top_k).cast(dtypes.int) + slots.base[(begin + m * keys).valid(found.ne(0))].load()
+  to = (begin + clamp(at.cast(dtypes.weakint), 0, M - 1) * keys).valid(is_chosen.ne(0))
+  row = (m * top_k).cast(dtypes.int) + slots.base[(begin + m * keys).valid(is_chosen.ne(0))].load()
   stores = rows.base[to].store(row), times.base[to].store(count)
-  place = place.after(place.after(*stores)[0].store(at + found).end(m))
+  place = place.after(place.after(*stores)[0].store(at + is_chosen).end(m))
   total = totals.base[(head * keys + key).valid(exists)].store(place[0].load())
   return make_kernel(f"list_choosers_{B}_{heads}_{M}_{keys}_{top_k}", (thread, item), total)
 

@@ -59,10 +59,10 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
   acc = s.assign(s.buffer(Dv), lambda d: 0.0, within=within)
   t, d = s.axis(splits), s.axis(Dv)
   acc = acc.after(acc[d].store(acc.after(t)[d] + weights[t] * partial_o[first + t, row, d]).end(t, d))
-  found = normalize(highest[0].load(), total[0].load(), rules.at(head).sink(row), exp2)
+  finished = normalize(highest[0].load(), total[0].load(), rules.at(head).sink(row), exp2)
   d = s.axis(Dv)
-  stores = [o[head, row, d].store((acc[d] * found.factor).cast(o.dtype)).end(d)]
-  stores += [] if lse is None else [lse[head, row].store(found.lse)]
+  stores = [o[head, row, d].store((acc[d] * finished.factor).cast(o.dtype)).end(d)]
+  stores += [] if lse is None else [lse[head, row].store(finished.lse)]
   return make_kernel(f"attention_combine_{heads}_{splits}_{rows}_{Dv}", (row, head), *stores)
 
 
@@ -83,8 +83,8 @@ def on_gpu(dialect: Dialect, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp 
     return inside.where(gated(partial_lse, inside, head * splits + t, row, UOp.const(i)).load(), default)
 
   step, highest = s.axis(steps, AxisType.REDUCE), s.filled(-inf, 1, after=(item,))
-  found = reduce(UOp.maximum, (number(t, 0, -inf) for t in some(step)), highest.after(step)[0].load())
-  highest = highest.after(highest[0].store(found).end(step))
+  m_new = reduce(UOp.maximum, (number(t, 0, -inf) for t in some(step)), highest.after(step)[0].load())
+  highest = highest.after(highest[0].store(m_new).end(step))
   step, total, acc = s.axis(steps, AxisType.REDUCE), *(s.filled(0.0, n, after=(item,)) for n in (1, len(columns)))
   weights = [_weight(number(t, 0, -inf), number(t, 1, 0.0), highest[0].load(), power) for t in some(step)]
   stores = [total[0].store(reduce(UOp.__add__, weights, total.after(step)[0].load()))]

@@ -220,8 +220,8 @@ def fold_chunks(s: Scope, to: UOp, x: UOp, op: Callable[[UOp, UOp], UOp]) -> UOp
   (rows, lanes), length = sizes(to), sizes(x)[1]
   for begin, chunks, width in register_blocks(length, lanes):
     r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
-    found = op(to.after(r, i)[r, w], x[r, begin + i * width + w])
-    to = to.after(to[r, w].store(found).end(r, i, w))
+    folded = op(to.after(r, i)[r, w], x[r, begin + i * width + w])
+    to = to.after(to[r, w].store(folded).end(r, i, w))
   return to
 
 

@@ -303,8 +303,8 @@ class WarpMma:
 
   def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
     """This lane's score rows if its rows are queries, of keys from `first` on; `row_stats` gives lse and delta."""
-    found = {place: row_stats(row) for place, row in self.rows.items()}
-    return score_rows_by_row(self.rows, found, first, self.tiles.block, self.group.lane)
+    lse_and_delta = {place: row_stats(row) for place, row in self.rows.items()}
+    return score_rows_by_row(self.rows, lse_and_delta, first, self.tiles.block, self.group.lane)
 
   def copy(self, sources: list[HeadView], *after: UOp) -> list[UOp]:
     """Start copying the stationary rows of both matrices to shared memory."""
@@ -352,8 +352,8 @@ class WarpMma:
     """Add left times a tile to `old`. Returns the stores to acc (tiles of 16 rows, accumulator tiles, 4)."""
     tile = tile.after(*stores) if self.mma.parts > 1 else tile  # as in `mma_abt`
     row_tiles, width, _ = sizes(old)
-    begun = [[UOp.stack(*[old[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
-    out = self.mma.mma_ab(left, tile, self.group.lane, begun)
+    starts = [[UOp.stack(*[old[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
+    out = self.mma.mma_ab(left, tile, self.group.lane, starts)
     return [acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
 
   def tiled(self, elements: Elements) -> Accumulators:

@@ -294,9 +294,9 @@ class Exchange:
 
   def sums(self, l_i: UOp) -> list[UOp]:
     """The sum over all keys, by row, in the first of the row's four lanes; 0 in the others."""
-    found = self.rows([row_reduce(UOp.__add__, l_i[i].load()) for i in range(sizes(l_i)[0])])
+    slice_sums = self.rows([row_reduce(UOp.__add__, l_i[i].load()) for i in range(sizes(l_i)[0])])
     first = (self.group.lane % QUAD).eq(0)
-    return [first.where(reduce(UOp.__add__, row), 0.0) for row in found]
+    return [first.where(reduce(UOp.__add__, row), 0.0) for row in slice_sums]
 
   def store(self, operands: list[list[list[UOp]]]) -> list[UOp]:
     """Store the words of this warp's left operands: for each tile of queries, one per step along its keys."""

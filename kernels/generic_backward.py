@@ -231,8 +231,8 @@ class ThreadRows:
 
   def stationary(self, views: list[HeadView]) -> tuple[list[LocalTile | GlobalTile], list[UOp]]:
     """The stationary rows of both matrices, and the stores that bring them to local memory."""
-    found = [self.grid.stationary(x, self.group.block * self.tiles.rows, self.tiles.in_local) for x in views]
-    return [tile for tile, _ in found], [store for _, stores in found for store in stores]
+    tiles_and_stores = [self.grid.stationary(x, self.group.block * self.tiles.rows, self.tiles.in_local) for x in views]
+    return [tile for tile, _ in tiles_and_stores], [store for _, stores in tiles_and_stores for store in stores]
 
   def streamed(
     self, s: Scope, tile_range: TileRange, sources: list[HeadView], before: list[UOp], values_by_columns: bool = False
@@ -249,13 +249,13 @@ class ThreadRows:
     starts: Sequence[Elements | None],
   ) -> list[Elements]:
     """Compute S and dP. The stationary rows are there once the tiles are."""
-    found = []
+    products = []
     for left, tile, start in zip(stationary, tiles, starts, strict=True):
-      begun = None if start is None else self.lists(start)
-      rows = self.grid.abt(left.after(tile.memory), tile, begun, tile.memory)
+      start_rows = None if start is None else self.lists(start)
+      rows = self.grid.abt(left.after(tile.memory), tile, start_rows, tile.memory)
       elements: Elements = {(i, j): x for i, row in enumerate(rows) for j, x in enumerate(row)}
-      found.append(elements)
-    return found
+      products.append(elements)
+    return products
 
   def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> LocalTile:
     """P or dS as the left operand of `mma_ab`: in local memory, once all threads have stored their elements."""

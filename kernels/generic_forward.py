@@ -206,14 +206,14 @@ class ThreadRows:
     sums, stores = self.grid.reduced([state.l_i[i].load() for i in range(self.tiles.rows)], UOp.__add__), []
     first, offsets = self.grid.columns(self.Dv)
     for i, (place, row, l_i) in enumerate(zip(self.places, self.rows, sums, strict=True)):
-      found = rules.finished(state.m_i[i].load(), l_i, row, GENERIC.exp2)
+      finished_row = rules.finished(state.m_i[i].load(), l_i, row, GENERIC.exp2)
       for j in offsets:
         inside = place < self.M if (first + j).vmax < self.Dv else (place < self.M) & (first + j < self.Dv)
         stores.append(
-          gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * found.factor).cast(o.dtype))
+          gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * finished_row.factor).cast(o.dtype))
         )
       if lse is not None:
-        stores += store_lse(lse, (place < self.M) & self.grid.share.eq(0), head, place, found.numbers(lse))
+        stores += store_lse(lse, (place < self.M) & self.grid.share.eq(0), head, place, finished_row.numbers(lse))
     return stores
 
 

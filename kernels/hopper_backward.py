@@ -118,8 +118,8 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  rows, found = rows_of(group, group.block, tiles), RowStats(CUDA, lse, delta, group.head, rules.moves)
-  row_stats = {place: found.of(row, True) for place, row in rows.items()}
+  rows, stats = rows_of(group, group.block, tiles), RowStats(CUDA, lse, delta, group.head, rules.moves)
+  row_stats = {place: stats.of(row, True) for place, row in rows.items()}
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
     return score_rows_by_row(rows, row_stats, first, tiles.block, group.lane), after
@@ -160,10 +160,10 @@ def backward_kv(
     if masked:  # masks need the registers that prefetching would take
       return score_rows_by_column(rows, queries, [row_stats.of(query, True) for query in queries]), after
     loads = [(i, j, x) for i, query in enumerate(queries) for j, x in enumerate(row_stats.load(query, False))]
-    begun = UOp.group(*[fetched.after(*after)[i, j].store(x) for i, j, x in loads])
-    there = fetched.after(begun)
-    found = [row_stats.finished(there[i, 0].load(), there[i, 1].load(), x, False) for i, x in enumerate(queries)]
-    return score_rows_by_column(rows, queries, found), (begun,)
+    prefetch = UOp.group(*[fetched.after(*after)[i, j].store(x) for i, j, x in loads])
+    there = fetched.after(prefetch)
+    stats = [row_stats.finished(there[i, 0].load(), there[i, 1].load(), x, False) for i, x in enumerate(queries)]
+    return score_rows_by_column(rows, queries, stats), (prefetch,)
 
   stationary, streamed = tiles.panels(s, Dk, Dv)
   queries = [HeadView.of(x, members.head, UOp.const(M)) for x in (q, do)]
@@ -232,13 +232,13 @@ class Mainloop:
     Returns:
       The sums, and a UOp after which no copy is in flight.
     """
-    begun = self.pipe.prologue(*after)
+    prologue = self.pipe.prologue(*after)
     count, words = self.tiles.block // 2, self.tiles.block // 4
     scores = [self.s.buffer(count) for _ in range(2)]  # S and dP
     factors = {x.left: self.s.buffer(words, dtype=dtypes.uint) for x in sums}
     for first, trips, masked in full_then_masked(UOp.const(0), self.tile_range.n_full, self.tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
-      done = self.attend(first + trip, masked, scores, factors, sums_after(sums, trip), begun, trip)
+      done = self.attend(first + trip, masked, scores, factors, sums_after(sums, trip), prologue, trip)
       sums = sums_after(sums, done.end(trip))
     return sums, self.pipe.drain(self.tile_range.n_tiles, *(x.acc for x in sums))
 
@@ -252,8 +252,8 @@ class Mainloop:
       factors: registers for the left operands, in packed 16-bit words.
     """
     accs = [x.acc for x in sums]
-    score_rows, begun = self.score_rows(self.tile_range.tile(n) * self.tiles.block, masked, *after, *accs)
-    started, tiles = self.pipe.consumer_wait(n, *begun), self.pipe.tiles(n)
+    score_rows, deps = self.score_rows(self.tile_range.tile(n) * self.tiles.block, masked, *after, *accs)
+    started, tiles = self.pipe.consumer_wait(n, *deps), self.pipe.tiles(n)
     for stationary, tile, into in zip(self.stationary, tiles, scores, strict=True):
       started = self.start_scores(stationary, tile, into, started)
     following = self.pipe.producer_load(n + self.pipe.ahead, started)

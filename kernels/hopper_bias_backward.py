@@ -127,8 +127,8 @@ class Mainloop:
   ) -> list[ScoreRow]:
     """This lane's score rows of `width` keys from `first` on, None for all of a tile; see `RowUnit`."""
     rows = rows_of(self.group, self.group.block, self.tiles.loop)
-    found = {place: row_stats(row) for place, row in rows.items()}
-    return score_rows_by_row(rows, found, first, width or self.tiles.block_n, self.group.lane)
+    lse_and_delta = {place: row_stats(row) for place, row in rows.items()}
+    return score_rows_by_row(rows, lse_and_delta, first, width or self.tiles.block_n, self.group.lane)
 
   def add(self, tiles: Sequence[SwizzledTiles], first: UOp, masked: bool, acc: UOp) -> UOp:
     """Add the tile of keys from `first` on to the sums, given tiles of K, V, Q and dO. Returns the end of it."""

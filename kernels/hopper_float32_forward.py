@@ -157,8 +157,8 @@ def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
 def chunk_of_parts(x: HeadView, row: UOp, column: UOp, inside: UOp, *after: UOp) -> list[Words]:
   """Load `CHUNK` adjacent columns of a row and return the words of each part; 0 where not `inside`."""
   load = words_of(x, inside, *after)
-  found = [load(row, column + i).bitcast(dtypes.float) for i in range(CHUNK)]
-  words = [bfloat16_parts(CUDA, *found[i : i + 2]) for i in range(0, CHUNK, 2)]
+  elements = [load(row, column + i).bitcast(dtypes.float) for i in range(CHUNK)]
+  words = [bfloat16_parts(CUDA, *elements[i : i + 2]) for i in range(0, CHUNK, 2)]
   return [list(x) for x in zip(*words, strict=True)]
 
 
@@ -194,12 +194,12 @@ def forward(
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // PARTS, of_values // PARTS)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, tiles.warpgroups)
   trip, queries = pipeline.trip(pipeline.start()), HeadView.of(q, head, UOp.const(M))
-  q_tile = trip.q.tile(UOp.const(0), trip.begun)
+  q_tile = trip.q.tile(UOp.const(0), trip.entry)
   rows = [block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   key_range = of_warpgroup(work_tile, head_rules, tiles, group.warp) if diverges else work_tile.key_range
   main = Mainloop(s, group, dtypes.bfloat16, trip, scores, rows, head_rules, key_range, tiles.block_n, diverges)
-  started = store_queries(queries, q_tile, block * block_m, group, trip.begun)
-  state = State.make(s, PARTS * tiles.block_n // 4, of_values // PARTS, group.item, trip.begun, separate_pv=True)
+  started = store_queries(queries, q_tile, block * block_m, group, trip.entry)
+  state = State.make(s, PARTS * tiles.block_n // 4, of_values // PARTS, group.item, trip.entry, separate_pv=True)
   state = main.run(state, started)
   stores = main.epilogue(o, lse, head, state.acc, state.m_i, loaded(state.l_i))
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{of_keys}_{Dv}{rules.name}", stores)
@@ -210,9 +210,9 @@ class Mainloop(SequentialMainloop):
 
   parts = PARTS
 
-  def packed(self, found: Softmax) -> list[UOp]:
+  def packed(self, softmax: Softmax) -> list[UOp]:
     """The parts of P of both rows, in the order of left operands, one part after another."""
-    pairs = [row[i : i + 2] for i in range(0, len(found.p[0]), 2) for row in found.p]
+    pairs = [row[i : i + 2] for i in range(0, len(softmax.p[0]), 2) for row in softmax.p]
     parts = [bfloat16_parts(CUDA, *pair) for pair in pairs]
     return [words[part] for part in range(PARTS) for words in parts]
 

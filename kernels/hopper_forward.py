@@ -213,9 +213,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   place = mine.rules, mine.key_range, tiles.block_n, diverges
   main = OverlappedMainloop(s, group, q.dtype, trip, scores, rows, *place, ping_pong=ping_pong, q_words=q_words)
   state = State.make(
-    s, tiles.p_words, round_up(Dv, 16), group.item, trip.begun, separate_pv=tiles.step == 32, lags=True
+    s, tiles.p_words, round_up(Dv, 16), group.item, trip.entry, separate_pv=tiles.step == 32, lags=True
   )
-  state = main.run(mine.walk(M, tiles, group.warp), state, trip.begun)
+  state = main.run(mine.walk(M, tiles, group.warp), state, trip.entry)
   stores = main.epilogue(o, lse, mine.head, state.acc, state.m_i, loaded(state.l_i))
   stores = trip.end(mine.key_range.n_tiles, stores)
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)

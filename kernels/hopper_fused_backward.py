@@ -190,11 +190,11 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles
   head, row = at // padded, at % padded
   inside = head < heads
   there = inside & (row < M)
-  found = [there.where(x.base[(head * M + row).valid(there)].load(), 0.0) for x in (lse, delta)]
-  finite = found[0] if moves else found[0] * LOG2E
+  lse_and_delta = [there.where(x.base[(head * M + row).valid(there)].load(), 0.0) for x in (lse, delta)]
+  finite = lse_and_delta[0] if moves else lse_and_delta[0] * LOG2E
   for beyond, limit in ((finite < LOWEST, LOWEST), (finite > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
     finite = beyond.where(limit, finite)
-  numbers = (row < M).where(finite, float("inf")), found[1]
+  numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
   stores = [row_stats.base[((head * 2 + i) * padded + row).valid(inside)].store(x) for i, x in enumerate(numbers)]
   stores.append(semaphores.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
@@ -314,9 +314,9 @@ def add_dq(
   once = s.axis(blurred(group.warp.eq(tiles.warpgroups * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
-  n, begun = loop(s, heads.query_range.n_tiles, after, once, *outer)
+  n, entry = loop(s, heads.query_range.n_tiles, after, once, *outer)
   tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(part)[0]
-  taken = CUDA.semaphore_wait(semaphores.base[tile], block, leads & (block > 0), *begun)
+  taken = CUDA.semaphore_wait(semaphores.base[tile], block, leads & (block > 0), *entry)
   givers = 1 if sizes(dq_sum)[2] == 1 else tiles.warpgroups
   met = CUDA.named_barrier_sync(DS_STORED + tiles.warpgroups, givers * THREADS + WARP, taken)
   added = CUDA.tma_reduce_add(dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
@@ -375,7 +375,7 @@ class Mainloop:
   def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
     """Add all tiles to dK and dV, of each tile of keys. Returns them."""
     zero = UOp.const(0)
-    begun = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
+    kv_ready = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
     scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     part, heads = self.s.buffer(PART // 2), self.heads
@@ -386,7 +386,7 @@ class Mainloop:
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
       old = all_after(inside, trip)
-      done = self.attend(first + trip, masked, scores, words, part, old, begun, *outer, trip).end(trip)
+      done = self.attend(first + trip, masked, scores, words, part, old, kv_ready, *outer, trip).end(trip)
       inside = all_after(inside, done)
     for axis in outer:
       done = done.end(axis)
@@ -416,14 +416,14 @@ class Mainloop:
     columns = queries_of_columns(UOp.const(0), BLOCK, self.group.lane)
     queries = queries_of_columns(tile * BLOCK, BLOCK, self.group.lane)
     early = self.splits_columns and rules.rules.has_score_mods  # else P is packed with dS, for want of registers
-    begun = pipe.q.wait(number, *after, *(x for of_tile in sums for x in of_tile))
+    issued = pipe.q.wait(number, *after, *(x for of_tile in sums for x in of_tile))
     for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
-      begun = self.start_scores(i, pipe.k, pipe.q.tile(number), scores[0], begun)
-      begun = begun if i else pipe.do.wait(number, begun)
-      begun = self.start_scores(i, pipe.v, pipe.do.tile(number), scores[1], begun)
+      issued = self.start_scores(i, pipe.k, pipe.q.tile(number), scores[0], issued)
+      issued = issued if i else pipe.do.wait(number, issued)
+      issued = self.start_scores(i, pipe.v, pipe.do.tile(number), scores[1], issued)
       if i:
-        begun = wait_for(2, sums[i - 1][0], begun)
-      ready = wait_for(1, scores[0], begun)
+        issued = wait_for(2, sums[i - 1][0], issued)
+      ready = wait_for(1, scores[0], issued)
       lse = pipe.q.numbers(number, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = self.elements(scores[0].after(ready))
@@ -437,17 +437,17 @@ class Mainloop:
       ds = self.packed(
         words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready
       )
-      begun = UOp.group(*self.store_ds(i, number, ds))
+      issued = UOp.group(*self.store_ds(i, number, ds))
       if not early:
-        begun = UOp.group(begun, self.start_dv(words[0], kept, of_dv, number, before, ready))
+        issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, number, before, ready))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
-        begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), begun))
-    started = self.start_part(number, part, self.sync(CUDA.fence_proxy_async(begun)))
+        issued = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), issued))
+    started = self.start_part(number, part, self.sync(CUDA.fence_proxy_async(issued)))
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
     waited = wait_for(1, part, wait_for(2, of_dv, started))
     free = CUDA.mbarrier_wait(pipe.free[0], (number + 1) % 2, waited)
-    given = self.give(CUDA.fence_proxy_async(*self.store_part(part.after(free), free)))
-    return pipe.q.release(number, wait_for(0, of_dk, given))
+    arrival = self.give(CUDA.fence_proxy_async(*self.store_part(part.after(free), free)))
+    return pipe.q.release(number, wait_for(0, of_dk, arrival))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
@@ -474,8 +474,8 @@ class Mainloop:
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
     pairs = [(i, half) for i in range(BLOCK // MMA_N) for half in range(HALVES)]
-    found = [CUDA.pack(elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
-    return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(found)]))
+    packed = [CUDA.pack(elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
+    return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(packed)]))
 
   def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Start acc += the elements of packed words times a tile, (64, columns)."""
@@ -509,8 +509,8 @@ class Mainloop:
     else:
       first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
       left, right = ds.base + first, k.base + first
-      found = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.places()]
-      after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(found))
+      partial_dq = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.places()]
+      after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(partial_dq))
     a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
     panels = (ds.panel, k.panel)
     return wgmma.start(self.dtype, PART, steps, part[0], a, b, panels, *after, by_rows=True, clears=self.splits_columns)

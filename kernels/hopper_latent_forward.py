@@ -136,9 +136,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   main = Mainloop(
     s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n, maxima=maxima, exchange=exchange
   )
-  state = State.make(s, half, trip.begun)
+  state = State.make(s, half, trip.entry)
 
-  state = state.after(trip.q.wait(UOp.const(0), trip.begun))
+  state = state.after(trip.q.wait(UOp.const(0), trip.entry))
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = main.attend(first, count, masked, state)
 
@@ -189,19 +189,19 @@ class Seesaw(Exchange):
   So one P suffices; it has the words given last. The index of a warpgroup is that of its tile in a pair.
 
   Attributes:
-    given: a barrier per warpgroup: it has given what it has of a pair.
+    handoff: a barrier per warpgroup: it has given what it has of a pair.
   """
 
-  given: UOp
+  handoff: UOp
 
   @classmethod
   def of(cls, s: Scope, group: Workgroup) -> "Seesaw":
     """Allocate the memory."""
-    return cls.make(s, group, STEPS, given=s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL))
+    return cls.make(s, group, STEPS, handoff=s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL))
 
   def init(self) -> list[UOp]:
     """Initialize the barriers."""
-    return [CUDA.mbarrier_init(self.given[i], THREADS, self.group.thread.eq(0)) for i in range(WARPGROUPS)]
+    return [CUDA.mbarrier_init(self.handoff[i], THREADS, self.group.thread.eq(0)) for i in range(WARPGROUPS)]
 
   def begin(self, m_i: float | UOp, *after: UOp) -> UOp:
     """Write what the first warpgroup reads before its first tile: the maxima m_i, and any P."""
@@ -212,11 +212,11 @@ class Seesaw(Exchange):
   def give(self, rows: list[UOp], words: list[UOp], *after: UOp) -> UOp:
     """Give the other warpgroup a number for each of this lane's two rows, and words of P, after `after`."""
     arrived = self.store_row(rows, *after), *self.store_words(words, 0, *after)
-    return CUDA.mbarrier_arrive(self.given[self.warpgroup], UOp.const(True), *arrived)
+    return CUDA.mbarrier_arrive(self.handoff[self.warpgroup], UOp.const(True), *arrived)
 
   def wait(self, warpgroup: int, n: UOp, *after: UOp) -> UOp:
     """Wait until a warpgroup has given what it has of pair n; there is no pair -1."""
-    return CUDA.mbarrier_wait(self.given[warpgroup], n % 2, *after)
+    return CUDA.mbarrier_wait(self.handoff[warpgroup], n % 2, *after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,17 +245,17 @@ class Mainloop(wgmma_mainloop.Mainloop):
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the pairs from `first` on."""
-    trip, begun = loop(self.s, trips)
-    n, old, exchange = first + trip, state.after(*begun), self.exchange
-    waited = self.start_qk(WARPGROUPS * n + self.warpgroup, *begun, *state)
-    given, words, before, own = self.softmax_of_pair(n, masked, old, waited)
+    trip, entry = loop(self.s, trips)
+    n, old, exchange = first + trip, state.after(*entry), self.exchange
+    waited = self.start_qk(WARPGROUPS * n + self.warpgroup, *entry, *state)
+    exchanged, words, before, own = self.softmax_of_pair(n, masked, old, waited)
 
     # the first tile, whose P the second warpgroup has been given; each keeps its own
     factors = [self.is_second.where(a, a * b) for a, b in zip(before, own, strict=True)]
-    changed = self.rescale(old.acc.after(given), factors)
-    read = [old.kept.after(given)[i].load() for i in range(len(words))]
+    changed = self.rescale(old.acc.after(exchanged), factors)
+    read = [old.kept.after(exchanged)[i].load() for i in range(len(words))]
     changed += [
-      old.p.after(given)[i].store(self.is_second.where(*x)) for i, x in enumerate(zip(read, words, strict=True))
+      old.p.after(exchanged)[i].store(self.is_second.where(*x)) for i, x in enumerate(zip(read, words, strict=True))
     ]
     changed += [old.kept.after(*changed)[i].store(word) for i, word in enumerate(words)]
     done = self.tile_done(WARPGROUPS * n, self.add(WARPGROUPS * n, old, *changed))
@@ -326,13 +326,13 @@ class Mainloop(wgmma_mainloop.Mainloop):
     kept = [state.kept.after(met)[i].store(word) for i, word in enumerate(self.exchange.load_words(STEPS, met))]
     before = [self.alpha(state.m_i[half].load(), m_other[half]) for half in range(HALVES)]
     l_old = [state.l_i[half].load() * before[half] for half in range(HALVES)]
-    found = rows.softmax(seen, m_other, l_old, loaded(self.maxima.after(met)))
-    words = found.words(self.dtype)
-    given = self.exchange.give(found.m_i, words, met, *kept)
-    stored = [state.l_i.after(given)[half].store(found.l_i[half]) for half in range(HALVES)]
+    softmax = rows.softmax(seen, m_other, l_old, loaded(self.maxima.after(met)))
+    words = softmax.words(self.dtype)
+    arrival = self.exchange.give(softmax.m_i, words, met, *kept)
+    stored = [state.l_i.after(arrival)[half].store(softmax.l_i[half]) for half in range(HALVES)]
     # m after l, which is made of it
-    stored = [state.m_i.after(*stored)[half].store(found.m_i[half]) for half in range(HALVES)]
-    return UOp.group(given, *stored), words, before, found.alpha
+    stored = [state.m_i.after(*stored)[half].store(softmax.m_i[half]) for half in range(HALVES)]
+    return UOp.group(arrival, *stored), words, before, softmax.alpha
 
 
 SCHEDULE = Schedule(

@@ -134,8 +134,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, WARPGROUPS)
   trip = pipeline.trip(pipeline.start())
   main = Mainloop(s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n, exchange=exchange)
-  state = State.make(s, tiles.steps * WORDS, columns, group.item, trip.begun)
-  state = main.run(state, trip.q.wait(UOp.const(0), trip.begun))
+  state = State.make(s, tiles.steps * WORDS, columns, group.item, trip.entry)
+  state = main.run(state, trip.q.wait(UOp.const(0), trip.entry))
   sums, first = exchange.sums(state.l_i), exchange.warpgroup * columns
   stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, first)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
@@ -203,10 +203,10 @@ class Mainloop(SequentialMainloop):
     own = row_maxima(scores)
     others, met = exchange.swapped(own, *after)
     maxima = [CUDA.fmax(a, b) for a, b in zip(own, others, strict=True)]
-    found = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i), maxima)
-    stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
-    stored = exchange.store_words(self.packed(found), exchange.warpgroup * (steps // WARPGROUPS), met)
-    return found.alpha, exchange.load_words(steps, exchange.sync(*stored)), stores
+    softmax = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i), maxima)
+    stores = softmax.stores(state.m_i.after(*after), state.l_i.after(*after))
+    stored = exchange.store_words(self.packed(softmax), exchange.warpgroup * (steps // WARPGROUPS), met)
+    return softmax.alpha, exchange.load_words(steps, exchange.sync(*stored)), stores
 
 
 LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup's rows could be none

@@ -59,56 +59,56 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--D", type=int, nargs="+", default=[64], help="head sizes (default 64)")
   parser.add_argument("--causal", action="store_true", help="with a causal mask")
   parser.add_argument("--markdown", metavar="FILE", help="also write the tables, without and with a causal mask")
-  given = parser.parse_args(words)
-  for arch in given.arch:
+  args = parser.parse_args(words)
+  for arch in args.arch:
     if arch not in names and not arch.startswith(("gfx", "sm_")):
       parser.error(
         f"{arch!r} is no target; accepted are {', '.join(names)}, and gfx... of AMD and sm_... of NVIDIA, such as "
         f"{', '.join(report_amd.ARCHES + report_cuda.ARCHES)}"
       )
-  return given
+  return args
 
 
-def report(given: argparse.Namespace, command: str = "scripts/compile_report") -> int:
+def report(args: argparse.Namespace, command: str = "scripts/compile_report") -> int:
   """Print the tables, and write them to a file if asked to; return 0.
 
   Raises Usage, RuntimeError or ValueError if a named target cannot be compiled for.
   """
-  if given.markdown:
-    check_writable("--markdown", given.markdown)
-  amd = [arch for arch in given.arch if arch.startswith("gfx")] or () if given.arch else report_amd.ARCHES
-  cuda = [arch for arch in given.arch if arch.startswith("sm_")] or () if given.arch else report_cuda.ARCHES
+  if args.markdown:
+    check_writable("--markdown", args.markdown)
+  amd = [arch for arch in args.arch if arch.startswith("gfx")] or () if args.arch else report_amd.ARCHES
+  cuda = [arch for arch in args.arch if arch.startswith("sm_")] or () if args.arch else report_cuda.ARCHES
   tables = []
-  cases = [(D, causal) for D in given.D for causal in ((False, True) if given.markdown else (given.causal,))]
+  cases = [(D, causal) for D in args.D for causal in ((False, True) if args.markdown else (args.causal,))]
   for D, causal in cases if amd else ():
     title = f"AMD, D={D}{', causal' * causal}"
-    tables.append(show(title, report_amd.COLUMNS, report_amd.rows(amd, given.M, given.N, D, causal)))
+    tables.append(show(title, report_amd.COLUMNS, report_amd.rows(amd, args.M, args.N, D, causal)))
   if cuda and report_cuda.compiler() is None:
-    if given.arch:
+    if args.arch:
       raise Usage(report_cuda.NONE)
     print(report_cuda.NONE)
     cuda = ()
   for D, causal in cases if cuda else ():
     title = f"NVIDIA, D={D}{', causal' * causal}"
-    tables.append(show(title, report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, D, causal)))
-  other = [arch for arch in given.arch if arch in report_counted.NAMES] if given.arch else report_counted.ARCHES
+    tables.append(show(title, report_cuda.COLUMNS, report_cuda.rows(cuda, args.H, args.M, args.N, D, causal)))
+  other = [arch for arch in args.arch if arch in report_counted.NAMES] if args.arch else report_counted.ARCHES
   for D, causal in cases if other else ():
     title = f"other GPUs, D={D}{', causal' * causal}"
-    rows = report_counted.rows(other, given.H, given.M, given.N, D, causal)
+    rows = report_counted.rows(other, args.H, args.M, args.N, D, causal)
     tables.append(show(title, report_counted.COLUMNS, rows))
   if cuda and sass.disassembler() is None:
     print(sass.NONE)
-  if given.markdown:
+  if args.markdown:
     about = f"# Compile report\n\nWritten on {datetime.date.today()} by\n\n```sh\n{command}\n```\n\n{ROWS}"
-    Path(given.markdown).write_text("\n".join([about, *tables]))
+    Path(args.markdown).write_text("\n".join([about, *tables]))
   return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
   """Print the report; return the exit status, 2 if a target cannot be compiled for."""
-  given = arguments(words)
+  args = arguments(words)
   command = shlex.join(["scripts/compile_report", *(sys.argv[1:] if words is None else words)])
-  return exit_status("compile_report", lambda: report(given, command))
+  return exit_status("compile_report", lambda: report(args, command))
 
 
 if __name__ == "__main__":

@@ -66,14 +66,14 @@ def draw(path: Path, results: Path) -> int:
 
 def _draw_case(axis: Any, y: float, case: Case, row: speed.Record) -> None:
   """Draw a line of dots, one per library."""
-  found, unit = relative(row), speed.unit_of(row)
+  speedups, unit = relative(row), speed.unit_of(row)
   axis.text(-0.02, y, case.label, transform=axis.get_yaxis_transform(), ha="right", va="center")
-  axis.plot([0, max(found.values())], [y, y], color="#d5dde6", linewidth=3, zorder=1)
-  for name, at in found.items():
+  axis.plot([0, max(speedups.values())], [y, y], color="#d5dde6", linewidth=3, zorder=1)
+  for name, at in speedups.items():
     ours = name == OURS
     axis.scatter(at, y, s=90 if ours else 46, color=COLOURS[name], zorder=3 if ours else 2, edgecolor="white")
   told = f"{speed.speed(row['contenders'][OURS], unit)} {unit}"
-  end, offset = (max(found.values()), y), {"textcoords": "offset points", "weight": "bold"}
+  end, offset = (max(speedups.values()), y), {"textcoords": "offset points", "weight": "bold"}
   axis.annotate(told, end, (9, 0), va="center", color=COLOURS[OURS], **offset)
 
 
@@ -81,8 +81,8 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("output", type=Path, metavar="FILE.png", help="the picture to write")
   parser.add_argument("results", nargs="?", type=Path, default=speed.RESULTS, help="the records (default: %(default)s)")
-  given = parser.parse_args()
-  return exit_status(parser.prog, lambda: draw(given.output, given.results))
+  args = parser.parse_args()
+  return exit_status(parser.prog, lambda: draw(args.output, args.results))
 
 
 if __name__ == "__main__":

@@ -110,27 +110,27 @@ def continued(generator: Generator, prompt: list[int]) -> Iterator[int]:
 
 def write(model: SmolLM, text: str, tokens: Iterator[int]) -> list[int]:
   """Print a text when its first token arrives, then the tokens as they arrive, up to an end token; return them."""
-  found: list[int] = []
+  generated: list[int] = []
   shown, ends = 0, {model.tokenizer.token_to_id(name) for name in END}
   for token in tokens:
-    if not found:
+    if not generated:
       print(text, end="", flush=True)
-    found.append(token)
-    more = model.tokenizer.decode(found)
+    generated.append(token)
+    more = model.tokenizer.decode(generated)
     if not more.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
       print(more[shown:], end="", flush=True)
       shown = len(more)
     if token in ends:
       break
   print()
-  return found
+  return generated
 
 
-def why_it_ends(model: SmolLM, prompt: int, found: list[int], limit: int, context: int) -> str:
-  """Return why generation ended, after `prompt` tokens of prompt and the tokens in `found`."""
-  if found[-1] in {model.tokenizer.token_to_id(name) for name in END}:
+def why_it_ends(model: SmolLM, prompt: int, generated: list[int], limit: int, context: int) -> str:
+  """Return why generation ended, after `prompt` tokens of prompt and the tokens in `generated`."""
+  if generated[-1] in {model.tokenizer.token_to_id(name) for name in END}:
     return "the model ended the text"
-  if prompt + len(found) > context:  # the last token found is not in the caches
+  if prompt + len(generated) > context:  # the last token found is not in the caches
     return f"the context of {context} tokens is full (--context)"
   return f"stopped after {limit} tokens (--tokens)"
 
@@ -156,11 +156,11 @@ def generate(text: str, limit: int, attention: str, context: int, cache: str = "
       starts.append(time.perf_counter())
       yield token
 
-  found = write(model, text, timed())
-  more, seconds = len(found) - 1, starts[-1] - starts[1]
+  generated = write(model, text, timed())
+  more, seconds = len(generated) - 1, starts[-1] - starts[1]
   line = f"{attention}: prompt of {len(prompt)} tokens {len(prompt) / (starts[1] - starts[0]):.1f} tokens/s"
   line += f", {more} more {more / seconds:.1f} tokens/s" if more else ""
-  return f"{why_it_ends(model, len(prompt), found, limit, context)}\n{line}"
+  return f"{why_it_ends(model, len(prompt), generated, limit, context)}\n{line}"
 
 
 def check_context(model: SmolLM, context: int) -> None:

@@ -308,7 +308,7 @@ def ids(*shape: int, letters: int) -> Tensor:
 
 def encoder(*inputs: Tensor, build: Callable[[], Any], **options: Any) -> Model:
   """A model that maps its inputs to one output."""
-  call = lambda model: lambda *given, kernels: model(*given, **options)  # noqa: E731
+  call = lambda model: lambda *args, kernels: model(*args, **options)  # noqa: E731
   return Model(lambda: randomized(build()), lambda model: [Step("", call(model), inputs)])
 
 
@@ -316,8 +316,8 @@ def with_gradients(*inputs: Tensor, build: Callable[[], Any], of: Callable[[str]
   """A model with the gradients of the parameters of some names."""
 
   def steps(model: Any) -> list[Step]:
-    def call(*given: Tensor, kernels: bool) -> tuple[Tensor, ...]:
-      loss = model(*given).square().mean()
+    def call(*args: Tensor, kernels: bool) -> tuple[Tensor, ...]:
+      loss = model(*args).square().mean()
       return (loss, *loss.gradient(*(x for name, x in get_state_dict(model).items() if of(name))))
 
     return [Step("forward and backward", call, inputs)]

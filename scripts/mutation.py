@@ -76,9 +76,9 @@ class Fault:
 def drawn(seed: int, count: int) -> list[Fault]:
   """Return faults of all files, in an order that depends on the seed alone."""
   files = (path for folder in ("kernels", "uopattn/dsl") for path in sorted((ROOT / folder).rglob("*.py")))
-  found = [Fault(str(path.relative_to(ROOT)), *x) for path in files for x in changes(path.read_text())]
-  random.Random(seed).shuffle(found)
-  return found[:count]
+  faults = [Fault(str(path.relative_to(ROOT)), *x) for path in files for x in changes(path.read_text())]
+  random.Random(seed).shuffle(faults)
+  return faults[:count]
 
 
 def changes(text: str) -> list[tuple[int, int, int, str, str]]:
@@ -86,11 +86,11 @@ def changes(text: str) -> list[tuple[int, int, int, str, str]]:
   starts = [0]
   for line in text.splitlines(keepends=True):
     starts.append(starts[-1] + len(line))
-  found = []
+  faults = []
   for node, after in _changes(ast.parse(text)):
     start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-    found.append((node.lineno, start, end, text[start:end], after))
-  return found
+    faults.append((node.lineno, start, end, text[start:end], after))
+  return faults
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[Any, str]]:
@@ -254,7 +254,7 @@ def try_fault(fault: Fault, cases: dict[str, dict[str, Any]], seconds: float) ->
     cases: those that reach the fault.
     seconds: after which the cases that are not quick ones are ended.
   """
-  found: dict[str, Any] = asdict(fault) | {"cases": len(cases), "by": None, "quick": False, "ended": ""}
+  outcome: dict[str, Any] = asdict(fault) | {"cases": len(cases), "by": None, "quick": False, "ended": ""}
   with copy_of_the_tree() as tree:
     fault.apply(tree)
     for is_quick in (True, False):
@@ -265,11 +265,11 @@ def try_fault(fault: Fault, cases: dict[str, dict[str, Any]], seconds: float) ->
       if status == -signal.SIGKILL:
         return None
       if status is None:
-        found["ended"] = "in time"
+        outcome["ended"] = "in time"
       elif status:
         ended = "hangs" if status == -signal.SIGALRM else "crashes" if status < 0 else "fails"
-        return found | {"by": lines[-1]["case"] if lines else chosen[0], "quick": is_quick, "ended": ended}
-  return found
+        return outcome | {"by": lines[-1]["case"] if lines else chosen[0], "quick": is_quick, "ended": ended}
+  return outcome
 
 
 def untried(faults: list[Fault], tried: list[dict[str, Any]]) -> list[int]:
@@ -340,40 +340,40 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
   """Try the faults that the record does not have yet, and write the report."""
-  given, start = arguments(), time.monotonic()
-  drawing = {"seed": given.seed, "count": given.count}
-  record = json.loads(given.record.read_text()) if given.record.exists() else drawing | {"tried": []}
-  if given.select:
+  args, start = arguments(), time.monotonic()
+  drawing = {"seed": args.seed, "count": args.count}
+  record = json.loads(args.record.read_text()) if args.record.exists() else drawing | {"tried": []}
+  if args.select:
     new = [case for case, seconds in missing(record).items() if seconds < LONG]
     QUICK.write_text("\n".join(selected(QUICK.read_text().splitlines(), new, cases_of("--kinds"))) + "\n")
     return 0
   if record | drawing != record:
-    raise SystemExit(f"{given.record} has seed {record['seed']}, count {record['count']}; name another --record")
+    raise SystemExit(f"{args.record} has seed {record['seed']}, count {record['count']}; name another --record")
 
   def write() -> None:
-    given.record.parent.mkdir(parents=True, exist_ok=True)
-    given.record.write_text(json.dumps(record))
+    args.record.parent.mkdir(parents=True, exist_ok=True)
+    args.record.write_text(json.dumps(record))
 
   faults = drawn(**drawing)
   if "cases" not in record:
-    if not (cases := baseline(faults, given.tests, given.jobs)):
+    if not (cases := baseline(faults, args.tests, args.jobs)):
       raise SystemExit("no case passes without a fault")
     record["cases"] = cases
     write()
 
   def tried(number: int) -> dict[str, Any] | None:
-    if time.monotonic() - start > 60 * given.minutes:
+    if time.monotonic() - start > 60 * args.minutes:
       return None
     cases = {name: x for name, x in record["cases"].items() if number in x["reached"]}
-    return try_fault(faults[number], cases, given.seconds)
+    return try_fault(faults[number], cases, args.seconds)
 
-  with ThreadPoolExecutor(given.jobs) as pool:
+  with ThreadPoolExecutor(args.jobs) as pool:
     for future in as_completed([pool.submit(tried, number) for number in untried(faults, record["tried"])]):
       if done := future.result():
         record["tried"].append(done)
         write()
         print(f"{done['file']}:{done['line']} {done['by']} {done['ended']}", flush=True)
-  given.report.write_text(report(record))
+  args.report.write_text(report(record))
   return 0
 
 

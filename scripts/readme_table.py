@@ -79,9 +79,9 @@ def caption(record: dict[str, Any], file: str) -> str:
   libraries = ", ".join(f"{name} {v}" for name, v in versions.items() if name not in ("clang", "python", "uopattn"))
   on = machine["device"]
   if on.startswith("CPU"):
-    found = re.search(r"clang version [\d.]+", versions["clang"])  # vendors add text around it
+    clang = re.search(r"clang version [\d.]+", versions["clang"])  # vendors add text around it
     load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
-    on = f"{machine['cpu']}, {machine['threads']} threads, {load}{found[0] if found else versions['clang']}"
+    on = f"{machine['cpu']}, {machine['threads']} threads, {load}{clang[0] if clang else versions['clang']}"
   how = record.get("mode", "bursts")  # older records do not say it
   state = gpu_state(record["rows"])
   return (
@@ -110,12 +110,12 @@ def summary(records: Mapping[str, Record], cases: Sequence[Case] = CASES) -> str
   lines = [_line(["case", "uopattn", "best other", "ratio", "machine"]), "|---|--:|--:|--:|---|"]
   for case in cases:
     row = case.row(records)
-    found = row["contenders"]
-    if not found["uopattn"]["correct"]:
+    contenders = row["contenders"]
+    if not contenders["uopattn"]["correct"]:
       raise ValueError(f"{case.record}: uopattn fails the gate at {case.problem}, {case.kind}")
     unit = unit_of(row)
     name, ratio = next(iter(ratios(row).items()))
-    ours, best = (f"{speed(found[x], unit)} {unit}" for x in ("uopattn", name))
+    ours, best = (f"{speed(contenders[x], unit)} {unit}" for x in ("uopattn", name))
     lines.append(_line([case.label, ours, f"{best}, {NAMES[name]}", f"{ratio:.2f}", case.machine]))
   return "\n".join(lines) + "\n"
 
@@ -135,12 +135,12 @@ def main(words: Sequence[str] | None = None) -> int:
   parser.add_argument("--summary", type=Path, default=readme, help="the page with some rows (default: %(default)s)")
   parser.add_argument("--page", type=Path, default=results, help="the page with all rows (default: %(default)s)")
   parser.add_argument("results", nargs="?", type=Path, default=RESULTS, help="the records (default: %(default)s)")
-  given = parser.parse_args(words)
-  page = given.results
+  args = parser.parse_args(words)
+  page = args.results
   try:
-    records = read_records(given.results)
-    everything = tables(records, {path.name for path in given.results.glob("*.png")})
-    for page, text in ((given.page, everything), (given.summary, summary(records))):
+    records = read_records(args.results)
+    everything = tables(records, {path.name for path in args.results.glob("*.png")})
+    for page, text in ((args.page, everything), (args.summary, summary(records))):
       page.write_text(rewrite(page.read_text(), text))
   except (OSError, ValueError, KeyError) as error:
     print(f"readme_table: {page}: {error}", file=sys.stderr)

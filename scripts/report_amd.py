@@ -132,9 +132,9 @@ def graph(
     return forward(*arguments, rules=rules, tiles=tiles), tiles
   arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
   own = next(amd.backward(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv"))
-  found = amd_backward.SCHEDULE.kernels[kernel != "dQ"]
-  named = {x.parameter or x.name: place for x, place in zip(found.buffers, arguments, strict=True)}
-  return found.build(**named, rules=rules, tiles=own), own
+  backward_kernel = amd_backward.SCHEDULE.kernels[kernel != "dQ"]
+  named = {x.parameter or x.name: place for x, place in zip(backward_kernel.buffers, arguments, strict=True)}
+  return backward_kernel.build(**named, rules=rules, tiles=own), own
 
 
 def source(
@@ -296,8 +296,8 @@ def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterato
     for kernel in KERNELS:
       for dtype in types(kernel, arch):
         try:
-          found = measure(kernel, arch, dtype, M, N, D, causal)
+          compiled_kernel = measure(kernel, arch, dtype, M, N, D, causal)
         except ValueError:  # no tile has enough registers or LDS
           yield Row(f"{arch:7} {kernel:5} {dtype:8} no tile", ())
           continue
-        yield row(kernel, arch, dtype, found)
+        yield row(kernel, arch, dtype, compiled_kernel)

@@ -85,8 +85,8 @@ def counted(program: Sequence[UOp], generic: bool) -> Counter[str]:
       if len(trips) == 1:
         loops.append(kinds)
         kinds = Counter()
-    elif len(trips) > 1 and (found := kind(u, generic, len(trips) - 1)) is not None:
-      kinds[found] += trips[-1]
+    elif len(trips) > 1 and (instruction_kind := kind(u, generic, len(trips) - 1)) is not None:
+      kinds[instruction_kind] += trips[-1]
   return max(loops, key=lambda x: x.total())
 
 

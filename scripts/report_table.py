@@ -37,7 +37,7 @@ def markdown(columns: Iterable[str], rows: Iterable[Row]) -> str:
 
 def kind(name: str, kinds: Mapping[str, str]) -> str:
   """Return the first of `kinds` whose pattern matches an instruction's name. Raises RuntimeError if none does."""
-  found = next((kind for kind, pattern in kinds.items() if re.match(pattern, name)), None)
-  if found is None:
+  matching_kind = next((kind for kind, pattern in kinds.items() if re.match(pattern, name)), None)
+  if matching_kind is None:
     raise RuntimeError(f"{name} is no instruction of a kind that is known here")
-  return found
+  return matching_kind

@@ -148,12 +148,12 @@ def main(words: Sequence[str] | None = None) -> int:
   parser.add_argument("tool", nargs="*", default=list(FAULTS), help=f"tools; default: {' '.join(FAULTS)}")
   parser.add_argument("--jobs", type=int, default=2, help="processes at once (default 2)")
   parser.add_argument("--case", default="", help=argparse.SUPPRESS)
-  given = parser.parse_args(words)
-  if unknown := [tool for tool in given.tool if tool not in FAULTS]:
+  args = parser.parse_args(words)
+  if unknown := [tool for tool in args.tool if tool not in FAULTS]:
     parser.error(f"{unknown[0]!r} is no tool of compute-sanitizer; accepted are {', '.join(FAULTS)}")
-  if given.case:
-    return run_case(given.case, given.tool[0])
-  return exit_status("sanitize", lambda: run(given.tool, given.jobs))
+  if args.case:
+    return run_case(args.case, args.tool[0])
+  return exit_status("sanitize", lambda: run(args.tool, args.jobs))
 
 
 if __name__ == "__main__":

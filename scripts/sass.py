@@ -32,8 +32,8 @@ NONE = (
 
 def disassembler() -> str | None:
   """Return the path of nvdisasm: the one on PATH, else the one in an installed triton, else None."""
-  if found := shutil.which("nvdisasm"):
-    return found
+  if nvdisasm := shutil.which("nvdisasm"):
+    return nvdisasm
   triton = importlib.util.find_spec("triton")
   folders = triton.submodule_search_locations if triton else None
   return shutil.which("nvdisasm", path=str(Path(folders[0]) / "backends/nvidia/bin")) if folders else None
@@ -84,8 +84,8 @@ def _read(text: str) -> tuple[list[str], list[list[int]]]:
   for line in text.splitlines():
     if label := re.match(r"(\S+):$", line):
       labels[label[1]] = len(code)
-    elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-      code.append(found[1])
+    elif operation := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+      code.append(operation[1])
   after: list[list[int]] = []
   for i, instruction in enumerate(code):
     # CALL also stands for a jump within the kernel
@@ -97,13 +97,13 @@ def _read(text: str) -> tuple[list[str], list[list[int]]]:
 
 def _reached(start: int, after: list[list[int]], without: int) -> set[int]:
   """Return the instructions reachable from `start`, including it, on paths that avoid `without`."""
-  found, todo = {without}, [start]
+  visited, todo = {without}, [start]
   while todo:
     i = todo.pop()
-    if i not in found:
-      found.add(i)
+    if i not in visited:
+      visited.add(i)
       todo += after[i]
-  return found - {without}
+  return visited - {without}
 
 
 def _kind(instruction: str) -> str:

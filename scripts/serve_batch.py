@@ -46,13 +46,13 @@ class Request:
 
   prompt: list[int]
   limit: int
-  found: list[int] = field(default_factory=list)
+  generated: list[int] = field(default_factory=list)
   done: int = 0
   pages: list[int] = field(default_factory=list)
 
   @property
   def tokens(self) -> list[int]:
-    return self.prompt + self.found
+    return self.prompt + self.generated
 
   @property
   def left(self) -> int:
@@ -101,9 +101,9 @@ class Server:
         continue
       request.done += counts[slot]
       if not request.left:
-        request.found.append(int(likeliest[slot]))
+        request.generated.append(int(likeliest[slot]))
         answered.append(request)
-        if len(request.found) == request.limit or request.found[-1] in self._ends:
+        if len(request.generated) == request.limit or request.generated[-1] in self._ends:
           self._end(slot, request)
     return answered
 
@@ -129,8 +129,8 @@ class Server:
       tokens[of_slot], positions[of_slot] = request.tokens[request.done : end], np.arange(request.done, end)
     used = (np.arange(rows) < offsets[-1]).astype(np.int32)
     last = np.maximum(offsets[1:] - 1, 0)
-    given = (tokens, positions, used, table[slots], offsets, table, lengths, last)
-    return self._steps[rows](*(Tensor(x).realize() for x in given)).numpy()
+    inputs = (tokens, positions, used, table[slots], offsets, table, lengths, last)
+    return self._steps[rows](*(Tensor(x).realize() for x in inputs)).numpy()
 
   def _likeliest(
     self,
@@ -189,12 +189,12 @@ def answer(server: Server, requests: list[Request], every: int) -> Iterator[Requ
 
 def answer_alone(generator: Generator, request: Request, ends: set[int | None]) -> list[int]:
   """Return the tokens that a generator, which has a KV cache, finds for a request."""
-  found: list[int] = []
+  generated: list[int] = []
   for token in continued(generator, request.prompt):
-    found.append(token)
-    if len(found) == request.limit or token in ends:
+    generated.append(token)
+    if len(generated) == request.limit or token in ends:
       break
-  return found
+  return generated
 
 
 def serve(texts: list[str], limit: int, slots: int, every: int, context: int) -> bool:
@@ -215,15 +215,15 @@ def serve(texts: list[str], limit: int, slots: int, every: int, context: int) ->
   start = time.perf_counter()
   for _ in tqdm(answer(server, requests, every), desc="at once", total=limit * len(requests), unit="token"):
     pass
-  seconds, count = [time.perf_counter() - start], sum(len(x.found) for x in requests)
+  seconds, count = [time.perf_counter() - start], sum(len(x.generated) for x in requests)
   start, ends = time.perf_counter(), {model.tokenizer.token_to_id(name) for name in END}
   alone = [answer_alone(generator, x, ends) for x in tqdm(requests, desc="one by one", unit="request")]
   seconds.append(time.perf_counter() - start)
   for text, request in zip(texts, requests, strict=True):
-    print(f"{text}{model.tokenizer.decode(request.found)}\n")
+    print(f"{text}{model.tokenizer.decode(request.generated)}\n")
   for how, x in zip(("at once", "one by one"), seconds, strict=True):
     print(f"{how}: {count} tokens of {len(texts)} requests in {x:.2f} s, {count / x:.1f} tokens/s", file=sys.stderr)
-  same = alone == [x.found for x in requests]
+  same = alone == [x.generated for x in requests]
   print("the tokens are the same" if same else "WRONG: the tokens differ", file=sys.stderr)
   return same
 
@@ -239,14 +239,14 @@ def main() -> int:
     ("context", 256, "positions of a request"),
   ):
     parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)")
-  given = parser.parse_args()
+  args = parser.parse_args()
   for name in ("tokens", "slots", "every"):
-    if (value := getattr(given, name)) < 1:
+    if (value := getattr(args, name)) < 1:
       parser.error(f"--{name} is {value}; it must be at least 1")
 
   def run() -> int:
     take_device(parser.prog)
-    return int(not serve(given.text or list(PROMPTS), given.tokens, given.slots, given.every, given.context))
+    return int(not serve(args.text or list(PROMPTS), args.tokens, args.slots, args.every, args.context))
 
   return exit_status(parser.prog, run)
 

@@ -83,8 +83,8 @@ def ratios(row: Record) -> dict[str, float]:
 
 def read_records(folder: Path) -> dict[str, Record]:
   """Return the records of `uopattn.bench` in a folder, by file name, newest first."""
-  found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), reverse=True)}
-  return {name: record for name, record in found.items() if "rows" in record}  # records of other scripts have no rows
+  records = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), reverse=True)}
+  return {name: record for name, record in records.items() if "rows" in record}  # records of other scripts have no rows
 
 
 NAMES = {  # of contenders

@@ -146,12 +146,12 @@ class TinyModel:
   def scores(self, weights: dict[str, Tensor], ids: Tensor, attention: Attention) -> Tensor:
     """Return the scores of every next character, (B, context, letters), for ids (B, context)."""
     w, x = weights, weights["letters"][ids]
-    given = {} if self.bias == NO_BIAS else {"bias": RelativeBias(self.bias, w["bias"])}
-    x = x if given else x + w["positions"]
+    bias_kwargs = {} if self.bias == NO_BIAS else {"bias": RelativeBias(self.bias, w["bias"])}
+    x = x if bias_kwargs else x + w["positions"]
     for i in range(self.layers):
       h = _norm(x, w[f"{i}.attention_norm"])
       q, k, v = (self._heads(h @ w[f"{i}.{name}"]) for name in "qkv")
-      x = x + attention(q, k, v, is_causal=True, **given).transpose(1, 2).flatten(2) @ w[f"{i}.out"]
+      x = x + attention(q, k, v, is_causal=True, **bias_kwargs).transpose(1, 2).flatten(2) @ w[f"{i}.out"]
       x = x + (_norm(x, w[f"{i}.up_norm"]) @ w[f"{i}.up"]).relu().square() @ w[f"{i}.down"]
     return _norm(x, w["norm"]) @ w["scores"]
 

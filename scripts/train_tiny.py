@@ -38,8 +38,8 @@ sdpa = Tensor.scaled_dot_product_attention
 
 
 def by_kernels(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: RelativeBias | None = None) -> Tensor:
-  given: dict[str, Any] = {} if bias is None else bias.arguments(sizes(q)[2])
-  return attention(q, k, v, is_causal=is_causal, backend="kernel", **given)
+  bias_kwargs: dict[str, Any] = {} if bias is None else bias.arguments(sizes(q)[2])
+  return attention(q, k, v, is_causal=is_causal, backend="kernel", **bias_kwargs)
 
 
 def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: RelativeBias | None = None) -> Tensor:
@@ -79,10 +79,10 @@ class Training:
 
   def step(self, pieces: Array) -> None:
     """Take one step on pieces of a text, (B, context + 1) int32."""
-    given = (Tensor(pieces).shard(self._devices, 0) if self._devices else Tensor(pieces)).realize()
+    batch = (Tensor(pieces).shard(self._devices, 0) if self._devices else Tensor(pieces)).realize()
     start = time.perf_counter()
     with Context(TRAINING=1):
-      self.losses.append(float(self._replay(given).item()))
+      self.losses.append(float(self._replay(batch).item()))
     self.seconds.append(time.perf_counter() - start)
 
   def _stepped(self, pieces: Tensor) -> Tensor:

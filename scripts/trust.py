@@ -47,13 +47,13 @@ def with_cards(old: Iterable[Card], new: Iterable[Card]) -> list[Card]:
   A report may be of some kernels: the others stay on the record if they are of the same versions. Who changes a kernel
   takes it off the record.
   """
-  found: dict[tuple[str, str, str], Card] = {}
+  entries: dict[tuple[str, str, str], Card] = {}
   for x in (*old, *new):
     place = (x["device"], x["arch"], x["name"])
-    before = found.get(place, x)
+    before = entries.get(place, x)
     same = all(before[name] == x[name] for name in ("uopattn", "tinygrad"))
-    found[place] = {**x, "kernels": sorted({*x["kernels"], *(before["kernels"] if same else ())})}
-  return [found[place] for place in sorted(found)]
+    entries[place] = {**x, "kernels": sorted({*x["kernels"], *(before["kernels"] if same else ())})}
+  return [entries[place] for place in sorted(entries)]
 
 
 def row(record: Iterable[Card]) -> str:
@@ -82,10 +82,10 @@ def main(words: list[str] | None = None) -> int:
   """Parse the command line, and write both files; return the exit status."""
   parser = argparse.ArgumentParser(prog="scripts/trust", description=(__doc__ or "").split(";")[0] + ".")
   parser.add_argument("reports", nargs="+", metavar="REPORT.json")
-  given = parser.parse_args(words)
+  args = parser.parse_args(words)
 
   def job() -> int:
-    record = with_cards(cards(), [card_of(Report.read(x)) for x in given.reports])
+    record = with_cards(cards(), [card_of(Report.read(x)) for x in args.reports])
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     README.write_text(with_row(README.read_text(), record))
     print(f"{len(record)} cards")

@@ -192,8 +192,8 @@ def _set_up(problem: Problem, alone: Problem, contenders: dict[str, Contender]) 
   if problem is not alone:
     ours, *others = contenders.items()
     contenders = dict([ours, (ONE_DEVICE, ours[1]), *others])
-  found = {name: set_up(problem if name == "uopattn" else alone) for name, set_up in contenders.items()}
-  return {name: runner for name, runner in found.items() if runner is not None}
+  runners = {name: set_up(problem if name == "uopattn" else alone) for name, set_up in contenders.items()}
+  return {name: runner for name, runner in runners.items() if runner is not None}
 
 
 def _errors(reports: Sequence[Report]) -> dict[str, Any]:
@@ -205,22 +205,22 @@ def _errors(reports: Sequence[Report]) -> dict[str, Any]:
   }
 
 
-def record(rows: list[dict[str, Any]], names: list[str], given: argparse.Namespace, load: float) -> dict[str, Any]:
+def record(rows: list[dict[str, Any]], names: list[str], args: argparse.Namespace, load: float) -> dict[str, Any]:
   """Return what --json writes; `load` is the system's load average before the first row."""
   machine = machine_record()
-  found = machine.pop("versions")
-  assert isinstance(found, dict)
+  machine_versions = machine.pop("versions")
+  assert isinstance(machine_versions, dict)
   devices = dict.fromkeys(row["device"] for row in rows)
   timed = {name for row in rows for name in row["limits"] if name != "read"}
-  more = [name for name in {*names, *timed} if name not in found]
+  more = [name for name in {*names, *timed} if name not in machine_versions]
   compiler = {"clang": clang_version()} if any(device.startswith("CPU") for device in devices) else {}
   return {
     "format": FORMAT,
     "date": date.today().isoformat(),
     "machine": machine | {"device": " and ".join(devices), "threads": thread_count(), "load": load},
-    "versions": found | versions(sorted(more)) | compiler,
-    "rounds": given.rounds,
-    "mode": "bursts" if given.burst or all(device.startswith("CPU") for device in devices) else "sustained",
+    "versions": machine_versions | versions(sorted(more)) | compiler,
+    "rounds": args.rounds,
+    "mode": "bursts" if args.burst or all(device.startswith("CPU") for device in devices) else "sustained",
     "rows": rows,
   }
 
@@ -243,23 +243,23 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
   parser.add_argument("--plot", default="", metavar="FILE.png", help="where to draw speed over N")
   parser.add_argument("--rounds", type=int, default=7, metavar="R", help="turns of each contender (%(default)s)")
-  given = parser.parse_intermixed_args(words)
-  given.only = [word for word in given.words if "=" in word]
-  named = [word for word in given.words if "=" not in word]
+  args = parser.parse_intermixed_args(words)
+  args.only = [word for word in args.words if "=" in word]
+  named = [word for word in args.words if "=" not in word]
   if len(named) > 1 or not {"cpu", "gpu", "all"}.issuperset(named):
     raise Usage(f"{' '.join(named)}: accepted are one of cpu, gpu, all, and KEY=VALUE")
-  given.device = named[0] if named else None
-  if given.rounds < 1:
-    raise Usage(f"--rounds {given.rounds} is less than 1")
-  for option, path in (("--json", given.json), ("--plot", given.plot)):
+  args.device = named[0] if named else None
+  if args.rounds < 1:
+    raise Usage(f"--rounds {args.rounds} is less than 1")
+  for option, path in (("--json", args.json), ("--plot", args.plot)):
     if path:
       check_writable(f"{option} {path}", path)
-  if given.plot:
+  if args.plot:
     try:
       import matplotlib.figure  # noqa: F401
     except ImportError as error:
       raise Usage(f"--plot needs matplotlib, which pip install '.[bench]' in a checkout installs: {error}") from error
-  return given
+  return args
 
 
 def gpu() -> str:
@@ -270,10 +270,10 @@ def gpu() -> str:
   """
   if DEV.device in GPUS:
     return DEV.device
-  found = first_with_kernels(device for device in (default_device(), *GPUS) if device.split(":")[0] in GPUS)
-  if found is None:
+  first_gpu = first_with_kernels(device for device in (default_device(), *GPUS) if device.split(":")[0] in GPUS)
+  if first_gpu is None:
     raise Usage(f"gpu: tinygrad finds none of the devices {', '.join(GPUS)} here that can run the kernels")
-  return found
+  return first_gpu
 
 
 def devices(name: str | None) -> list[str]:
@@ -284,24 +284,24 @@ def devices(name: str | None) -> list[str]:
   return [device for kind, device in (("cpu", "CPU"), ("gpu", gpu() if name != "cpu" else "")) if name in (kind, "all")]
 
 
-def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
+def problems(args: argparse.Namespace) -> list[tuple[str, Config]]:
   """Return the problems to time, each with its device."""
   rows: list[tuple[str, Config]] = []
   over = parse([], {key: os.environ[key] for key in ("GPUS", "SHARD") if key in os.environ})
-  over = replace(over, dtype=given.dtype)
-  for device in devices(given.device):
+  over = replace(over, dtype=args.dtype)
+  for device in devices(args.device):
     if (kind := device.split(":")[0]) not in ("CPU", *GPUS):
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
     configs = cpu_rows() if kind == "CPU" else small_rows() if kind in WITHOUT_MATRIX_UNITS else gpu_rows()
-    configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs
-    configs = [config for config in configs if not given.few or 0 < config.m <= FEW]
-    if over.gpus > 1 and kind != "CPU" and not (given.quick or given.few):
-      configs = device_rows(given.backward)
+    configs = quick_rows(kind) if args.quick else backward_rows(kind) if args.backward else configs
+    configs = [config for config in configs if not args.few or 0 < config.m <= FEW]
+    if over.gpus > 1 and kind != "CPU" and not (args.quick or args.few):
+      configs = device_rows(args.backward)
     configs = [_with_overrides(config, over) for config in configs]
     rows += [(device, config) for config in dict.fromkeys(configs)]
-  chosen = [(device, config) for device, config in rows if has_values(config, given.only)]
-  if given.only and not chosen:
-    raise Usage(f"{' '.join(given.only)}: none of the {len(rows)} problems has these values")
+  chosen = [(device, config) for device, config in rows if has_values(config, args.only)]
+  if args.only and not chosen:
+    raise Usage(f"{' '.join(args.only)}: none of the {len(rows)} problems has these values")
   return chosen
 
 
@@ -311,10 +311,10 @@ def has_values(config: Config, words: Sequence[str]) -> bool:
   Raises:
     Usage: a key is unknown, or does not take its value.
   """
-  wanted, found = parse(words, {}), config.settled
+  wanted, actual = parse(words, {}), config.settled
   names = [word.partition("=")[0].lower() for word in words]
-  wanted, found = (replace(x, dtype=str(DTYPE_NAMES[x.settled.dtype])) for x in (wanted, found))
-  return all(getattr(found, name) == getattr(wanted, name) for name in names)
+  wanted, actual = (replace(x, dtype=str(DTYPE_NAMES[x.settled.dtype])) for x in (wanted, actual))
+  return all(getattr(actual, name) == getattr(wanted, name) for name in names)
 
 
 def _with_overrides(config: Config, over: Config) -> Config:
@@ -322,20 +322,20 @@ def _with_overrides(config: Config, over: Config) -> Config:
   return replace(config, gpus=over.gpus, shard=over.shard or config.shard, dtype=over.dtype or config.dtype)
 
 
-def bench(given: argparse.Namespace) -> int:
+def bench(args: argparse.Namespace) -> int:
   """Run every row, print each when it is done, and write the files; return the exit status."""
-  names = [name for name in given.against.split(",") if name]
-  todo = problems(given)
+  names = [name for name in args.against.split(",") if name]
+  todo = problems(args)
   contenders = {}
   for device in dict.fromkeys(device for device, _ in todo):
     with Context(DEV=device):
-      contenders[device] = load(names, given.backward)
+      contenders[device] = load(names, args.backward)
   rows: list[dict[str, Any]] = []
   status, busy = 0, os.getloadavg()[0]
   try:
     for device, config in tqdm(todo, desc="bench", disable=None):
       with Context(DEV=device):
-        row = bench_row(config, contenders[device], given.rounds, given.backward, given.burst)
+        row = bench_row(config, contenders[device], args.rounds, args.backward, args.burst)
       rows.append(row)
       if sys.stderr.isatty():  # erase the progress bar, whose line the row takes
         print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -346,11 +346,11 @@ def bench(given: argparse.Namespace) -> int:
     print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
     status = 130
   finally:  # also write the rows before one that failed
-    if given.json and rows:
-      others = [name for found in contenders.values() for name in found if name != "uopattn"]
-      Path(given.json).write_text(json.dumps(record(rows, others, given, busy), indent=1) + "\n")
-    if given.plot and rows:
-      plot(rows, given.plot)
+    if args.json and rows:
+      others = [name for on_device in contenders.values() for name in on_device if name != "uopattn"]
+      Path(args.json).write_text(json.dumps(record(rows, others, args, busy), indent=1) + "\n")
+    if args.plot and rows:
+      plot(rows, args.plot)
   return status
 
 

@@ -80,8 +80,8 @@ def _schedules(backward: bool) -> tuple[Schedule, ...]:
 def _check(kernel: Kernel, schedule: Schedule, device: str, jobs: int, quick: bool, timed: bool) -> None:
   """Check a kernel, and time it."""
   probes, label = probes_of(schedule, kernel.backward, quick), f"{kernel.name}{' gradients' * kernel.backward}"
-  for probe, found in tqdm(outcomes(probes, device, jobs), desc=label, total=len(probes), disable=None):
-    kernel.add(probe, found)
+  for probe, outcome in tqdm(outcomes(probes, device, jobs), desc=label, total=len(probes), disable=None):
+    kernel.add(probe, outcome)
   if timed and kernel.is_right:
     with Apart(device) as apart:
       kernel.add_speed(apart.speed(kernel.name, kernel.backward) or {})
@@ -107,19 +107,19 @@ def main() -> int:
   parser.add_argument(
     "--compare", metavar="FILE", nargs="+", help="show a report beside this one; with two files nothing is checked"
   )
-  given = parser.parse_args()
+  args = parser.parse_args()
 
   def job() -> int:
-    others = [_read(x) for x in given.compare or ()]
+    others = [_read(x) for x in args.compare or ()]
     if len(others) > 2:
       raise Usage(f"--compare takes one file or two, and was given {len(others)}")
     if len(others) == 2:
       print(compared(*others))
       return 0
-    if given.json:
-      check_writable(f"--json {given.json}", given.json)
+    if args.json:
+      check_writable(f"--json {args.json}", args.json)
     take_device("uopattn.check")
-    return run(given.kernel, given.jobs, given.quick, not given.no_speed, given.json, others[0] if others else None)
+    return run(args.kernel, args.jobs, args.quick, not args.no_speed, args.json, others[0] if others else None)
 
   return exit_status("uopattn.check", job)
 

@@ -263,7 +263,7 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str)
   for i, mask in enumerate(masks):
     if not callable(mask):
       raise TypeError(f"masks[{i}] of {name} is {described(mask)}; it must be a function")
-  return lambda *given: reduce(join, [mask(*given) for mask in masks])
+  return lambda *args: reduce(join, [mask(*args) for mask in masks])
 
 
 def _check_sides(name: str, x: object) -> None:

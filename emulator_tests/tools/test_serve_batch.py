@@ -27,10 +27,10 @@ def test_tokens_are_those_of_the_model_without_a_cache(small: SmolLM) -> None:
   """More requests than slots, of prompts that take several steps and that are over before others arrive."""
   server, requests = Server(small, 3, 100), prompts(90, 1, 17, 33, 70, 5)
   answers = list(answer(server, requests, 2))
-  assert len(answers) == sum(len(x.found) for x in requests)
+  assert len(answers) == sum(len(x.generated) for x in requests)
   for request in requests:
-    assert len(request.found) == request.limit
-    assert request.found == likeliest(small, request.prompt, request.found)
+    assert len(request.generated) == request.limit
+    assert request.generated == likeliest(small, request.prompt, request.generated)
   assert server.running == [None] * 3
   assert sorted(server._free) == list(range(3 * -(-100 // PAGE)))  # all pages came back
 

@@ -55,7 +55,7 @@ def test_each_scale_of_a_key_and_each_page_is_checked(case: Callable[[], Attenti
   spec = measured(case())
   trial = Trial.of(spec, "CPU")
   runner = trial.runner((dispatch.dispatch(spec, target_of("CPU")),))
-  for x in trial.given[name]:
+  for x in trial.buffers[name]:
     right = x.numpy()
     for b in range(2):
       wrong = right.copy()
@@ -79,7 +79,7 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
     runner = trial.runner((dispatch.dispatch(spec, target_of("EMU")),))
     assert trial.check(runner.result()) == []
     for name in HEAD_SCALES:
-      (scale,) = trial.given[name]
+      (scale,) = trial.buffers[name]
       right = scale.numpy()
       scale.assign(Tensor(right * np.float32(1.2), device="EMU")).realize()
       assert trial.check(runner.result()) != []

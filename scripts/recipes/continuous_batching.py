@@ -47,15 +47,15 @@ while done != lengths:
       x[rows] = values[s][new]
     tables[rows], positions[rows] = table[s], np.arange(new.start, new.stop)
     done[s] += n
-  given = (*tokens, tables, positions, used, offsets, table, np.array(done, np.int32))
-  out = step(*(Tensor(x).realize() for x in given)).numpy()
+  inputs = (*tokens, tables, positions, used, offsets, table, np.array(done, np.int32))
+  out = step(*(Tensor(x).realize() for x in inputs)).numpy()
   for s in range(len(counts)):
     outputs[s].append(out[offsets[s] : offsets[s + 1]])
   steps += 1
 
 print(f"{sum(lengths)} tokens of {len(lengths)} requests in {steps} steps of at most {ROWS}")
-for s, found in enumerate(outputs):
-  a, b, c, got = (x.swapaxes(0, 1)[None] for x in (q[s], k[s], v[s], np.concatenate(found)))  # heads first
+for s, pieces in enumerate(outputs):
+  a, b, c, got = (x.swapaxes(0, 1)[None] for x in (q[s], k[s], v[s], np.concatenate(pieces)))  # heads first
   report = Gate.of_arrays(a, b, c, k_pages.dtype, is_causal=True).output(got)
   print(f"request {s}: {report}")
   assert report.correct

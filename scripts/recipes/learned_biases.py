@@ -73,9 +73,9 @@ for layer, as_mask, x, bias in CASES:
   do, mask = normal(*(int(n) for n in x.shape)), as_mask(bias)
   (got,) = (layer(x, bias) * do).sum().gradient(bias)
   q, of_out, of_mask = (y.numpy().astype(np.float64) for y in (x, do, mask))
-  found = gradients(q, q, q, of_out, attn_mask=of_mask).attn_mask
-  assert found is not None
-  (want,) = (mask * Tensor(found.astype(np.float32))).sum().gradient(bias)
+  mask_grad = gradients(q, q, q, of_out, attn_mask=of_mask).attn_mask
+  assert mask_grad is not None
+  (want,) = (mask * Tensor(mask_grad.astype(np.float32))).sum().gradient(bias)
   error = (got - want).abs().max().item() / want.abs().max().item()
   print(f"{layer.__name__}: gradient of {tuple(bias.shape)}, largest error {error:.1e} of the largest element")
   assert error < 2e-4  # of a slope, in which terms of both signs cancel

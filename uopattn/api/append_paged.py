@@ -239,8 +239,8 @@ def _check_dtype(name: str, x: Tensor, accepted: tuple[DType, ...]) -> None:
 
 def _head_scales(k_scale: Any, v_scale: Any, k: Tensor, k_pages: Tensor) -> list[Tensor]:
   """Return the scales of heads as kernels take them; none if none is given."""
-  given = {"k_scale": k_scale, "v_scale": v_scale}
-  return [] if k_scale is v_scale is None else [_scale(name, x, k, k_pages) for name, x in given.items()]
+  scales = {"k_scale": k_scale, "v_scale": v_scale}
+  return [] if k_scale is v_scale is None else [_scale(name, x, k, k_pages) for name, x in scales.items()]
 
 
 def _scale(name: str, scale: float | Tensor | None, k: Tensor, k_pages: Tensor) -> Tensor:
@@ -248,12 +248,12 @@ def _scale(name: str, scale: float | Tensor | None, k: Tensor, k_pages: Tensor) 
   B, Hkv, M, _ = sizes(k)
   if k.dtype == k_pages.dtype and scale is not None:
     raise ValueError(f"{name} is given, but k is stored as it is; it must be None, or pages of 8 bits and k of more")
-  found = placed(as_scale(1.0 if scale is None else scale), k_pages.device)
-  if isinstance(found, Tensor) and not isinstance(scale, Tensor):
-    found = found.to(k_pages.device)
-  check_scale(name, found, Sizes(B, Hkv, Hkv, M, M))
-  check_device(name, found, k_pages.device, "k_pages")
-  return of_heads(found)[0]
+  head_scale = placed(as_scale(1.0 if scale is None else scale), k_pages.device)
+  if isinstance(head_scale, Tensor) and not isinstance(scale, Tensor):
+    head_scale = head_scale.to(k_pages.device)
+  check_scale(name, head_scale, Sizes(B, Hkv, Hkv, M, M))
+  check_device(name, head_scale, k_pages.device, "k_pages")
+  return of_heads(head_scale)[0]
 
 
 def _check_values(
@@ -267,10 +267,10 @@ def _check_values(
   B, most = sizes(table)[0], place.entries * place.size
   if capturing or (starts := numbers_at_hand(start, B)) is None:
     return
-  given = None if lengths is None else at_hand(lengths)
-  if lengths is not None and given is None:
+  lengths_at_hand = None if lengths is None else at_hand(lengths)
+  if lengths is not None and lengths_at_hand is None:
     return
-  counts = [M] * B if given is None else given.tolist()
+  counts = [M] * B if lengths_at_hand is None else lengths_at_hand.tolist()
   entries = at_hand(table)
   for b, (first, count) in enumerate(zip(starts, counts, strict=True)):
     if not 0 <= count <= M:

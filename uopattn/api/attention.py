@@ -190,15 +190,15 @@ def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: 
   Raises:
     Exception: the refusal, if tinygrad refuses these arguments too or does not have all of them.
   """
-  given = {name: getattr(arguments, name) for name in TINYGRADS}
-  others = (x for x in arguments.given if x[0] not in TINYGRADS)
+  kwargs = {name: getattr(arguments, name) for name in TINYGRADS}
+  others = (x for x in arguments.active if x[0] not in TINYGRADS)
   beyond = [name for name, declared, value in others if value is not declared.default]
-  tensors = [x for x in (q, k, v, given["attn_mask"]) if isinstance(x, Tensor)]
+  tensors = [x for x in (q, k, v, kwargs["attn_mask"]) if isinstance(x, Tensor)]
   devices = {x.device for x in tensors if x.device is not None}
   if beyond or len(devices) > 1:  # tinygrad would notice devices only when it runs
     raise refusal
   try:
-    out = scaled_dot_product_attention(q, k, v, **given)
+    out = scaled_dot_product_attention(q, k, v, **kwargs)
   except Exception:
     raise refusal from None
   log_once(f"attention falls back to tinygrad's own: {refusal}")
@@ -275,8 +275,8 @@ class Call:
     arguments = self.arguments
     if self.spec.dropout_p > 0:
       if in_function():
-        given = f"dropout_p is {arguments.dropout_p}"
-        raise ValueError(f"{given}; inside a tinygrad.function, where no seed can be drawn, it must be 0")
+        dropout = f"dropout_p is {arguments.dropout_p}"
+        raise ValueError(f"{dropout}; inside a tinygrad.function, where no seed can be drawn, it must be 0")
       arguments = replace(arguments, seed=draw_seed(self.q.device))
     out, lse = run(self.division, launch, self.q, self.k, self.v, arguments, backend)
     out, lse = self.restored(out).cast(self.dtype), self.restored(lse)

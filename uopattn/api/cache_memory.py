@@ -70,8 +70,8 @@ class Held(Generic[T]):
   def __get__(self, cache: "CacheMemory | None", owner: type) -> Self | T:
     if cache is None:
       return self
-    found: T = cache._written.settled().get(self._name, cache.__dict__[self._name])
-    return found
+    held: T = cache._written.settled().get(self._name, cache.__dict__[self._name])
+    return held
 
   def __set__(self, cache: "CacheMemory", value: T) -> None:
     tensors = cache._written.settled()
@@ -154,8 +154,8 @@ class CacheMemory:
       if x.shape != (B, Hkv, M, D):
         raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M the same of k and v")
       if x.dtype not in (accepted := DTYPES_16_32 if self._quantized else (held.dtype,)):
-        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(self._four or held.dtype)}"
-        raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
+        mismatch = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(self._four or held.dtype)}"
+        raise TypeError(f"{mismatch}; accepted are {', '.join(map(dtype_name, accepted))}")
       if x.device != held.device:
         raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
     return k, v
@@ -217,8 +217,8 @@ class CacheMemory:
       return
     low, high = (x.vmin, x.vmax) if isinstance(x, UOp) else (x, x)
     if low < 0 or high > most:
-      given = f"{name} is {x}" if isinstance(x, int) else f"{name} is a Variable from {low} to {high}"
-      raise ValueError(f"{given}; {accepted}")
+      out_of_range = f"{name} is {x}" if isinstance(x, int) else f"{name} is a Variable from {low} to {high}"
+      raise ValueError(f"{out_of_range}; {accepted}")
 
   def _write(
     self,
@@ -249,8 +249,8 @@ class CacheMemory:
       held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
     )
     parts = [x.uop.after(call) for x in (*held, *scales)]
-    found = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
-    self.k, self.v = found[:2]
+    written = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
+    self.k, self.v = written[:2]
     if scales:
-      self.k_scale, self.v_scale = found[2:]
+      self.k_scale, self.v_scale = written[2:]
     return None if q is None else joined(q, axis)

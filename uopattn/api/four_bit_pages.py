@@ -75,18 +75,18 @@ def check_rows(name: str, x: Tensor, four: FourBits) -> None:
 
 def row_scales(four: FourBits, k_pages: Tensor, k_scale: object, v_scale: object) -> tuple[Tensor, Tensor]:
   """Return the scales of rows. Raises TypeError or ValueError unless they fit the pages."""
-  found = []
-  for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
+  scales = []
+  for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
     accepted = f"a float32 Tensor (P, Hkv, page_size) = {k_pages.shape[:3]}, the scales of rows in {four.name}"
-    if given is None:
+    if scale is None:
       raise TypeError(f"{name} is missing; it must be {accepted}")
-    if not isinstance(given, Tensor):
-      raise TypeError(f"{name} is {described(given)}; it must be {accepted}")
-    x: Tensor = placed(check_tensor(name, given), k_pages.device)
+    if not isinstance(scale, Tensor):
+      raise TypeError(f"{name} is {described(scale)}; it must be {accepted}")
+    x: Tensor = placed(check_tensor(name, scale), k_pages.device)
     if x.dtype != dtypes.float32:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be {accepted}")
     if x.shape != k_pages.shape[:3]:
       raise ValueError(f"{name} has shape {x.shape}; it must be {accepted}")
     check_device(name, x, k_pages.device, "k_pages")
-    found.append(x)
-  return found[0], found[1]
+    scales.append(x)
+  return scales[0], scales[1]

@@ -268,6 +268,6 @@ class KVCache(CacheMemory):
       "four": self._four,
       "return_lse": return_lse,
     }
-    given = {"is_causal": True, "enable_gqa": True, **options}
-    arguments = Arguments.of("KVCache.attend", CacheOptions, given, **own)
+    with_defaults = {"is_causal": True, "enable_gqa": True, **options}
+    arguments = Arguments.of("KVCache.attend", CacheOptions, with_defaults, **own)
     return attend(q, self.k, self.v, arguments, backend)

@@ -53,14 +53,14 @@ class NewQueries:
     if unknown := [name for name in options if name not in NormRopeOptions.__annotations__]:
       names = ", ".join(sorted(NormRopeOptions.__annotations__))
       raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; accepted are {names}")
-    given = {name: x for name, x in options.items() if x is not None}
+    kwargs = {name: x for name, x in options.items() if x is not None}
     for name in TENSORS:
-      if name in given:
-        given[name] = _float_tensor(name, given[name], k, of)
-    rotary, interleaved = _rotary(given, k)
-    weights = given.get("q_norm_weight"), given.get("k_norm_weight")
-    eps = _eps(given, k)
-    if "q_norm_weight" in given and q is None:
+      if name in kwargs:
+        kwargs[name] = _float_tensor(name, kwargs[name], k, of)
+    rotary, interleaved = _rotary(kwargs, k)
+    weights = kwargs.get("q_norm_weight"), kwargs.get("k_norm_weight")
+    eps = _eps(kwargs, k)
+    if "q_norm_weight" in kwargs and q is None:
       raise ValueError("q_norm_weight is given without q, which it is for")
     if q is not None:
       q = _queries(q, k, of)
@@ -79,21 +79,21 @@ class NewQueries:
     return (known, "rotary_cos's") if known < positions else (positions, of)
 
 
-def _float_tensor(name: str, given: object, k: Tensor, of: str) -> Tensor:
-  x: Tensor = placed(check_tensor(name, given), k.device)
+def _float_tensor(name: str, option: object, k: Tensor, of: str) -> Tensor:
+  x: Tensor = placed(check_tensor(name, option), k.device)
   if x.dtype not in DTYPES_16_32:
     raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES_16_32))}")
   check_device(name, x, k.device, of)
   return x
 
 
-def _rotary(given: dict[str, Any], k: Tensor) -> tuple[tuple[Tensor, ...], bool]:
+def _rotary(kwargs: dict[str, Any], k: Tensor) -> tuple[tuple[Tensor, ...], bool]:
   """Return cos and sin, () if they are not given, and whether pairs are neighbours."""
-  cos, sin, interleaved = (given.get(f"rotary_{name}") for name in ("cos", "sin", "interleaved"))
+  cos, sin, interleaved = (kwargs.get(f"rotary_{name}") for name in ("cos", "sin", "interleaved"))
   if cos is None and sin is None and interleaved is None:
     return (), False
   if cos is None or sin is None or interleaved is None:
-    missing = [name for name in ("rotary_cos", "rotary_sin", "rotary_interleaved") if name not in given]
+    missing = [name for name in ("rotary_cos", "rotary_sin", "rotary_interleaved") if name not in kwargs]
     are = "is" if len(missing) == 1 else "are"
     raise ValueError(
       f"{' and '.join(missing)} {are} missing; rotary_cos, rotary_sin and rotary_interleaved belong together: True for "
@@ -118,24 +118,24 @@ def _rotary(given: dict[str, Any], k: Tensor) -> tuple[tuple[Tensor, ...], bool]
   return (cos, sin), interleaved
 
 
-def _eps(given: dict[str, Any], k: Tensor) -> float:
+def _eps(kwargs: dict[str, Any], k: Tensor) -> float:
   """Return norm_eps, once the weights of the norms are checked too."""
-  names = [name for name in ("q_norm_weight", "k_norm_weight") if name in given]
+  names = [name for name in ("q_norm_weight", "k_norm_weight") if name in kwargs]
   for name in names:
-    if given[name].shape != (sizes(k)[3],):
-      raise ValueError(f"{name} has shape {given[name].shape}; it must be ({sizes(k)[3]},), the head size of k")
-  eps = given.get("norm_eps", 1e-6)
+    if kwargs[name].shape != (sizes(k)[3],):
+      raise ValueError(f"{name} has shape {kwargs[name].shape}; it must be ({sizes(k)[3]},), the head size of k")
+  eps = kwargs.get("norm_eps", 1e-6)
   if isinstance(eps, bool) or not isinstance(eps, (int, float)):
     raise TypeError(f"norm_eps is {described(eps)}; it must be a number")
   if not 0 <= eps < math.inf:
     raise ValueError(f"norm_eps is {eps}; it must be finite and not negative")
-  if "norm_eps" in given and not names:
+  if "norm_eps" in kwargs and not names:
     raise ValueError("norm_eps is given without q_norm_weight or k_norm_weight, which it is for")
   return float(eps)
 
 
-def _queries(given: object, k: Tensor, of: str) -> Tensor:
-  q: Tensor = placed(check_tensor("q", given), k.device, k.dtype)
+def _queries(queries: object, k: Tensor, of: str) -> Tensor:
+  q: Tensor = placed(check_tensor("q", queries), k.device, k.dtype)
   B, Hkv, M, Dk = sizes(k)
   if q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (B, M, Dk) or sizes(q)[1] % Hkv or not sizes(q)[1]:
     raise ValueError(f"q has shape {q.shape}; for k {k.shape} it must be ({B}, Hq, {M}, {Dk}), Hq a multiple of {Hkv}")

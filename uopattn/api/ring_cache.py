@@ -232,8 +232,8 @@ class RingCache(CacheMemory):
     own = {"kv_lengths": self._filled(start, M), "scales": self._scales, "four": self._four, "return_lse": return_lse}
     if self._M_max > 1:
       own["attn_mask"] = self._mask(start, M)
-    backend, given = options.pop("backend", "auto"), {"enable_gqa": True, **options}
-    return attend(q, self.k, self.v, Arguments.of("RingCache.attend", RingOptions, given, **own), backend)
+    backend, with_defaults = options.pop("backend", "auto"), {"enable_gqa": True, **options}
+    return attend(q, self.k, self.v, Arguments.of("RingCache.attend", RingOptions, with_defaults, **own), backend)
 
   @overload
   def prefill(
@@ -307,8 +307,8 @@ class RingCache(CacheMemory):
       >>> [round(x, 4) for x in out.flatten().tolist()]  # the last two, and the first
       [1.0, 2.0, 3.0, 4.3333, 5.6667]
     """
-    backend, given = options.pop("backend", "auto"), {"enable_gqa": True, **options}
-    causal = Arguments.of("RingCache.prefill", RingOptions, given, is_causal=True, return_lse=return_lse)
+    backend, with_defaults = options.pop("backend", "auto"), {"enable_gqa": True, **options}
+    causal = Arguments.of("RingCache.prefill", RingOptions, with_defaults, is_causal=True, return_lse=return_lse)
     q, (k, v) = placed(check_tensor("q", q), self._device, self._weak), self._rows(k, v)
     if (M := sizes(batched("q", q))[2]) != sizes(k)[2]:
       raise ValueError(f"k has shape {k.shape}, q has {q.shape}; both must be of the same M positions")

@@ -45,8 +45,8 @@ def with_four_axes(
   if batches is None and all(x.ndim == 4 for x in named.values()):
     return q, k, v, arguments, lambda x: x  # the checks to come say what is wrong
   if batches is None:
-    given = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
-    raise ValueError(f"{given}; all axes but the last three must broadcast")
+    named_shapes = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
+    raise ValueError(f"{named_shapes}; all axes but the last three must broadcast")
   ndim = max(x.ndim for x in named.values())
   q, k, v = (_four(x, batches) for x in (q, k, v))
   if k.shape[1] != v.shape[1] and 1 in (k.shape[1], v.shape[1]):
@@ -70,13 +70,13 @@ def with_four_axes(
 def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
   """The shape that all broadcast to; None if they do not."""
   ndim = max(map(len, shapes))
-  found = []
+  common_shape = []
   for axis in zip(*((1,) * (ndim - len(shape)) + shape for shape in shapes), strict=True):
     wide = [n for n in axis if n != 1]
     if not all_same(wide):
       return None
-    found.append(wide[0] if wide else 1)
-  return tuple(found)
+    common_shape.append(wide[0] if wide else 1)
+  return tuple(common_shape)
 
 
 def _four(x: Tensor, batches: tuple[int, ...]) -> Tensor:
@@ -117,8 +117,8 @@ def with_known_sizes(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> t
 
 def _widest(x: Tensor) -> Tensor:
   """A Tensor of known sizes that begins with x: more of the buffer that x is a view of, or x padded by zeros."""
-  found = _widest_view(x.uop, base_of(x.uop)) if _is_symbolic(x.uop) else x
-  return padded(x) if found is None else found
+  widest = _widest_view(x.uop, base_of(x.uop)) if _is_symbolic(x.uop) else x
+  return padded(x) if widest is None else widest
 
 
 def padded(x: Tensor, wanted: tuple[Size, ...] | None = None) -> Tensor:

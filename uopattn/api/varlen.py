@@ -156,13 +156,13 @@ def attention_varlen(
   """
   backend, q_start = options.pop("backend", "auto"), options.pop("q_start", None)
   kv_dtype = options.pop("kv_dtype", None)
-  given = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
-  if given.page_table is not None:
-    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, given, kv_dtype, q_start, max_seqlen_q, backend)
+  arguments = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
+  if arguments.page_table is not None:
+    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments, kv_dtype, q_start, max_seqlen_q, backend)
   elif kv_dtype is not None:
     raise TypeError("kv_dtype is given without a page_table; it names the format of pages")
   else:
-    out, lse = _over_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, given, q_start, max_seqlen_q, backend)
+    out, lse = _over_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments, q_start, max_seqlen_q, backend)
   return (out, lse) if return_lse else out
 
 
@@ -172,7 +172,7 @@ def _over_packed_keys(
   v: Tensor,
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets | None,
-  given: Arguments,
+  arguments: Arguments,
   q_start: int | Tensor | None,
   longest: int | None,
   backend: str,
@@ -180,26 +180,26 @@ def _over_packed_keys(
   """Return the output, (total queries, Hq, Dv), and the LSE, (Hq, total queries)."""
   q, k, v = operands(q=q, k=k, v=v)
   _check_packed(q, k, v)
-  if given.kv_lengths is not None:
+  if arguments.kv_lengths is not None:
     raise TypeError("kv_lengths is given without a page_table; the keys of each sequence are those of cu_seqlens_k")
   q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
   M, N, device = sizes(q)[1], sizes(k)[1], cast(Devices, q.device)
-  given = given.settled(device)
+  arguments = arguments.settled(device)
   # Checks everything but the offsets: checking those relies on q, k and v.
   one_q, one_k, one_v = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
-  is_empty = make_spec(one_q, one_k, one_v, given).is_empty
+  is_empty = make_spec(one_q, one_k, one_v, arguments).is_empty
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
   _check_longest(longest, M, cu_seqlens_q)
   starts = _starts(0 if q_start is None else q_start, sizes(ends_q)[0] - 1, device)
-  arguments = replace(given, return_lse=True)
+  arguments = replace(arguments, return_lse=True)
   if not is_empty:
-    bounds = key_bounds(ends_q, ends_k, M, N, given.masks(), starts)
+    bounds = key_bounds(ends_q, ends_k, M, N, arguments.masks(), starts)
     arguments = replace(arguments.without_masks(), bounds=bounds)
-  if not is_empty and (given.score_mod is not None or given.mask_mod is not None):
-    score_mod, mask_mod = _of_sequences(given.score_mod, 1), _of_sequences(given.mask_mod, 0)
-    aux = (*given.aux, *_sequences(ends_q, ends_k, M, N))
+  if not is_empty and (arguments.score_mod is not None or arguments.mask_mod is not None):
+    score_mod, mask_mod = _of_sequences(arguments.score_mod, 1), _of_sequences(arguments.mask_mod, 0)
+    aux = (*arguments.aux, *_sequences(ends_q, ends_k, M, N))
     arguments = replace(arguments, score_mod=score_mod, mask_mod=mask_mod, aux=aux)
   out, lse = attend(q, k, v, arguments, backend)
   return out.transpose(0, 1), lse
@@ -211,7 +211,7 @@ def _over_pages(
   v_pages: Tensor,
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets | None,
-  given: Arguments,
+  arguments: Arguments,
   kv_dtype: str | None,
   q_start: int | Tensor | None,
   longest: int | None,
@@ -228,9 +228,9 @@ def _over_pages(
   ends = _offsets("cu_seqlens_q", cu_seqlens_q, total, device)
   S, longest = sizes(ends)[0] - 1, _check_longest(longest, total, cu_seqlens_q)
   starts = None if q_start is None else _starts(q_start, S, device)
-  table, lengths = (placed(x, device) for x in (given.page_table, given.kv_lengths))
-  given = replace(given, page_table=table, kv_lengths=lengths, return_lse=True)
-  arguments = checked(given, kv_dtype, q, k_pages, v_pages, S)
+  table, lengths = (placed(x, device) for x in (arguments.page_table, arguments.kv_lengths))
+  arguments = replace(arguments, page_table=table, kv_lengths=lengths, return_lse=True)
+  arguments = checked(arguments, kv_dtype, q, k_pages, v_pages, S)
   return attend_packed(q, k_pages, v_pages, ends, arguments, starts, longest, backend)
 
 
@@ -305,8 +305,8 @@ def _queries(
 def _sequences(ends_q: Tensor, ends_k: Tensor, M: int, N: int) -> tuple[Tensor, ...]:
   """Return the sequence number, the first query and the first key of each query's sequence, (M,) int32 each."""
   _, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
-  found = Tensor.arange(sizes(ends_q)[0] - 1), ends_q[:-1], ends_k[:-1]
-  return tuple(of_own(x).cast(dtypes.int).contiguous() for x in found)
+  per_sequence = Tensor.arange(sizes(ends_q)[0] - 1), ends_q[:-1], ends_k[:-1]
+  return tuple(of_own(x).cast(dtypes.int).contiguous() for x in per_sequence)
 
 
 def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
@@ -319,9 +319,9 @@ def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., 
   if mod is None:
     return None
 
-  def packed(*given: Any) -> Any:
-    score, (_, h, i, j), aux = given[:scores], given[scores : scores + 4], given[scores + 4 : -3]
-    sequence, first_query, first_key = (x[i] for x in given[-3:])
+  def packed(*args: Any) -> Any:
+    score, (_, h, i, j), aux = args[:scores], args[scores : scores + 4], args[scores + 4 : -3]
+    sequence, first_query, first_key = (x[i] for x in args[-3:])
     return mod(*score, sequence, h, i - first_query, j - first_key, *aux)
 
   return packed

@@ -48,8 +48,8 @@ def attend_packed(
   for size, fewest, most in parts_of(longest, max(1, Hq // max(Hkv, 1)), cast(Devices, q.device)):
     blocks = QueryBlocks.of(ends, max(total, 1), size, fewest, most)
     of_blocks = attend_pages(blocks.split(q), k_pages, v_pages, blocks.arguments(arguments, q_start), backend)
-    found = [blocks.joined(x) for x in of_blocks]
-    results = [blocks.chosen(x, y) for x, y in zip(found, results, strict=True)] if results else found
+    packed = [blocks.joined(x) for x in of_blocks]
+    results = [blocks.chosen(x, y) for x, y in zip(packed, results, strict=True)] if results else packed
   out, lse = results
   return out[:total], lse[:total].transpose(0, 1)
 
@@ -182,23 +182,23 @@ class QueryBlocks:
     bits = is_own.where(x.bitcast(dtypes.ushort), y.bitcast(dtypes.ushort))  # CPUs may not select bfloat16
     return bits.bitcast(x.dtype)
 
-  def arguments(self, given: Arguments, q_start: int | Tensor | None) -> Arguments:
+  def arguments(self, arguments: Arguments, q_start: int | Tensor | None) -> Arguments:
     """Return the arguments of the blocks as batches, from those of the packed sequences."""
-    lengths = self._of_sequences(given.kv_lengths)
+    lengths = self._of_sequences(arguments.kv_lengths)
     start = lengths - self.count if q_start is None else self._of_sequences(q_start)
-    found: dict[str, Any] = {
+    changes: dict[str, Any] = {
       "kv_lengths": (self.count > 0).where(lengths, 0),
       "q_start": start + self.first,
-      "page_table": self._of_sequences(given.page_table),
+      "page_table": self._of_sequences(arguments.page_table),
     }
-    scales = {name: x for name in HEAD_SCALES if isinstance(x := getattr(given, name), Tensor) and sizes(x)[0] > 1}
-    found |= {name: self._of_sequences(x) for name, x in scales.items()}
-    if given.attn_mask is not None:
-      found["attn_mask"] = self._mask(given.attn_mask)
-    if given.score_mod is not None or given.mask_mod is not None:
-      found |= {"score_mod": _of_blocks(given.score_mod, 1), "mask_mod": _of_blocks(given.mask_mod, 0)}
-      found["aux"] = (*given.aux, self.sequence, self.first)
-    return replace(given, **found)
+    scales = {name: x for name in HEAD_SCALES if isinstance(x := getattr(arguments, name), Tensor) and sizes(x)[0] > 1}
+    changes |= {name: self._of_sequences(x) for name, x in scales.items()}
+    if arguments.attn_mask is not None:
+      changes["attn_mask"] = self._mask(arguments.attn_mask)
+    if arguments.score_mod is not None or arguments.mask_mod is not None:
+      changes |= {"score_mod": _of_blocks(arguments.score_mod, 1), "mask_mod": _of_blocks(arguments.mask_mod, 0)}
+      changes["aux"] = (*arguments.aux, self.sequence, self.first)
+    return replace(arguments, **changes)
 
   def _of_sequences(self, x: Any) -> Any:
     """Return what there is one of for each sequence, for each block; a number as it is."""
@@ -241,8 +241,8 @@ def _of_blocks(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any
   if mod is None:
     return None
 
-  def of_block(*given: Any) -> Any:
-    score, (b, h, i, j), (*aux, sequence, first) = given[:scores], given[scores : scores + 4], given[scores + 4 :]
+  def of_block(*args: Any) -> Any:
+    score, (b, h, i, j), (*aux, sequence, first) = args[:scores], args[scores : scores + 4], args[scores + 4 :]
     return mod(*score, sequence[b], h, first[b] + i, j, *aux)
 
   return of_block

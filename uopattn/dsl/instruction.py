@@ -89,11 +89,11 @@ def instruction(
     declared = Instruction(name, texts, llvm, cross_lane, (), writes, takes)
 
     @functools.wraps(declaration)
-    def build(dialect: Any, *given: Any) -> UOp:
-      declaration(dialect, *given)
-      operands = [_operand(name, x, kind) for x, kind in zip(given, kinds, strict=False)]
+    def build(dialect: Any, *args: Any) -> UOp:
+      declaration(dialect, *args)
+      operands = [_operand(name, x, kind) for x, kind in zip(args, kinds, strict=False)]
       if result == dtypes.void:
-        return statement(declared, dialect.name, given[len(kinds) :], *operands)
+        return statement(declared, dialect.name, args[len(kinds) :], *operands)
       return UOp(Ops.CUSTOM, result or operands[0].dtype, src=tuple(operands), arg=declared.text(dialect.name))
 
     cast(Any, build).instruction = declared

@@ -82,8 +82,8 @@ def _four_bit_words(rows: HeadView, exists: UOp) -> Load:
     if per * word.vmin >= rows.size or not exists.vmax:
       return UOp.const(0, dtypes.uint)
     inside = exists if per * word.vmax < rows.size else exists & (per * word < rows.size)
-    found = [x.cast(dtypes.uint) for x in rows.four_bits(rows.start(row), per * word, per, inside)]
-    return found[0] if per == 1 else found[0] | (found[1] << 16)
+    bits = [x.cast(dtypes.uint) for x in rows.four_bits(rows.start(row), per * word, per, inside)]
+    return bits[0] if per == 1 else bits[0] | (bits[1] << 16)
 
   return load
 

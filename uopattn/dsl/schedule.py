@@ -234,9 +234,9 @@ class Kernel:
     return cls(build, (O.written, Q, K, V, LSE.written))
 
   @classmethod
-  def backward(cls, build: Callable[..., UOp], *gradients: Buffer, **given: Any) -> "Kernel":
+  def backward(cls, build: Callable[..., UOp], *gradients: Buffer, **kwargs: Any) -> "Kernel":
     """A backward kernel: build(gradients, q, k, v, do, lse, delta, *, rules, tiles)."""
-    return cls(build, (*(x.written for x in gradients), Q, K, V, DO, LSE, DELTA), **given)
+    return cls(build, (*(x.written for x in gradients), Q, K, V, DO, LSE, DELTA), **kwargs)
 
   @classmethod
   def bias(cls, build: Callable[..., UOp]) -> "Kernel":

@@ -219,9 +219,9 @@ def contraction() -> str:
   Raises:
     ValueError: EMU_CONTRACT is something else.
   """
-  if (found := os.environ.get("EMU_CONTRACT", CONTRACTIONS[0])) not in CONTRACTIONS:
-    raise ValueError(f"EMU_CONTRACT={found}: must be one of {', '.join(CONTRACTIONS)}")
-  return found
+  if (mode := os.environ.get("EMU_CONTRACT", CONTRACTIONS[0])) not in CONTRACTIONS:
+    raise ValueError(f"EMU_CONTRACT={mode}: must be one of {', '.join(CONTRACTIONS)}")
+  return mode
 
 
 def contracted(u: UOp, mode: str) -> tuple[Function, tuple[UOp, UOp, UOp]] | None:

@@ -162,13 +162,13 @@ def build(run: Run, u: UOp, room: Pointer, number: Any, source: Pointer, *rest: 
 
 
 def acquire(run: Run, u: UOp, number: Any) -> None:
-  lanes, found = run.active(), run.maps.get(int(number))
-  if found is None:
+  lanes, tensor_map = run.active(), run.maps.get(int(number))
+  if tensor_map is None:
     raise run.fail(Unwritten, u, f"uses tensor map {int(number)}, which nothing has built", lanes)
   waves = set(run.wave[lanes].tolist())
-  if found.maker >= 0 and waves != {found.maker}:
+  if tensor_map.maker >= 0 and waves != {tensor_map.maker}:
     raise run.fail(Race, u, "uses a tensor map that another wave built, with no barrier of the workgroup since", lanes)
-  found.known |= waves
+  tensor_map.known |= waves
 
 
 def load(
@@ -177,14 +177,14 @@ def load(
   lanes = run.active()
   if len(lanes) != 1:
     raise run.fail(Divergence, u, f"copies a box {len(lanes)} times", lanes)
-  lane, found = int(lanes[0]), run.maps.get(int(number))
-  if found is None or int(run.wave[lane]) not in found.known:
+  lane, tensor_map = int(lanes[0]), run.maps.get(int(number))
+  if tensor_map is None or int(run.wave[lane]) not in tensor_map.known:
     raise run.fail(Race, u, f"uses tensor map {int(number)} without tensor_map_acquire", lanes)
   place = [int(run.spread(x)[lane]) for x in (column, row, head, batch)]
   start, lds = int(run.spread(to.index)[lane]) * to.dtype.itemsize, to.memory
-  if not isinstance(lds, LDS) or start % (8 * ROW_BYTES) or start + found.rows * ROW_BYTES > lds.per_group:
+  if not isinstance(lds, LDS) or start % (8 * ROW_BYTES) or start + tensor_map.rows * ROW_BYTES > lds.per_group:
     raise run.fail(OutOfBounds, u, f"copies a box to byte {start} of {lds.name}", lanes)
-  places, data = _box(found, place)
+  places, data = _box(tensor_map, place)
   places = (places + start) // 2
   _begin(run, u, lds, places, data, barrier, lanes)
 
@@ -221,14 +221,14 @@ def _begin(
     run.counters.lds_written += data.size * 2
 
 
-def _box(found: Map, place: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def _box(tensor_map: Map, place: list[int]) -> tuple[np.ndarray, np.ndarray]:
   """The bytes, from the box's start on, where its elements go, and their bits."""
-  columns, rows = np.arange(COLUMNS)[None], np.arange(found.rows)[:, None]
+  columns, rows = np.arange(COLUMNS)[None], np.arange(tensor_map.rows)[:, None]
   at: list[Any] = [place[0] + columns, place[1] + rows, place[2], place[3]]
-  inside: Any = np.ones((found.rows, COLUMNS), bool)
-  for x, size in zip(at, found.shape, strict=True):
+  inside: Any = np.ones((tensor_map.rows, COLUMNS), bool)
+  for x, size in zip(at, tensor_map.shape, strict=True):
     inside = inside & (x >= 0) & (x < size)
-  index = found.first + at[0] + sum(x * step for x, step in zip(at[1:], found.strides, strict=True))
-  bits = np.where(inside, found.source.view(np.dtype(np.uint16)).take(np.where(inside, index, 0)), 0)
+  index = tensor_map.first + at[0] + sum(x * step for x, step in zip(at[1:], tensor_map.strides, strict=True))
+  bits = np.where(inside, tensor_map.source.view(np.dtype(np.uint16)).take(np.where(inside, index, 0)), 0)
   chunk = columns // 8 ^ rows % 8
   return (rows * ROW_BYTES + chunk * 16 + columns % 8 * 2).ravel(), bits.astype(np.uint16).ravel()

@@ -158,7 +158,7 @@ def located() -> Iterator[None]:
   `Tensor.custom_kernel` builds a kernel at once, before anything is lowered or run. Debuggers and coverage tools that
   use `sys.setprofile` are paused inside the block.
   """
-  found: dict[Key, set[str]] = defaultdict(set)
+  lines_by_key: dict[Key, set[str]] = defaultdict(set)
 
   def watch(frame: FrameType, event: str, result: Any) -> None:
     if event != "return" or frame.f_code is not MAKES_UOP or not isinstance(result, UOp):
@@ -167,10 +167,10 @@ def located() -> Iterator[None]:
     if not (sink or result.op in TRACED) or (line := _caller(frame)) is None:
       return
     if not sink:
-      found[_key(result)].add(line)
+      lines_by_key[_key(result)].add(line)
     else:
-      _lines[ansistrip(result.arg.name)] = {key: set(lines) for key, lines in found.items()}
-      found.clear()
+      _lines[ansistrip(result.arg.name)] = {key: set(lines) for key, lines in lines_by_key.items()}
+      lines_by_key.clear()
 
   before = sys.getprofile()
   sys.setprofile(watch)
@@ -185,7 +185,7 @@ def lines_of(kernel: str, u: UOp) -> list[str]:
   if (known := _lines.get(kernel)) is None or u.op not in TRACED:
     return []
   key = _key(u)
-  found = known.get(key, set())
+  lines = known.get(key, set())
   if key[0] == "use":
-    found = found - known.get(("store", *key[1:]), set()) or found
-  return sorted(found)
+    lines = lines - known.get(("store", *key[1:]), set()) or lines
+  return sorted(lines)

@@ -101,8 +101,8 @@ class Run:
 
   def still_in(self, *masks: np.ndarray | None) -> np.ndarray | None:
     """Return the mask of the lanes in all of these masks that have not left the innermost loop."""
-    given = [*(x for x in masks if x is not None), *([] if self.left is None else [~self.left])]
-    return np.logical_and.reduce(given) if given else None
+    conjuncts = [*(x for x in masks if x is not None), *([] if self.left is None else [~self.left])]
+    return np.logical_and.reduce(conjuncts) if conjuncts else None
 
   def spread(self, value: Any) -> np.ndarray:
     """Return a value as an array over all lanes."""

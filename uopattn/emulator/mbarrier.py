@@ -68,10 +68,10 @@ class Barriers:
 def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
   if not isinstance(pointer.memory, LDS):
     raise run.fail(OutOfBounds, u, "names a barrier that is not in LDS")
-  found = run.barriers.get(pointer.memory)
-  if found is None:
-    found = run.barriers[pointer.memory] = Barriers(run.shape.groups, pointer.memory.per_group // 8, run.tracks)
-  return found
+  barriers = run.barriers.get(pointer.memory)
+  if barriers is None:
+    barriers = run.barriers[pointer.memory] = Barriers(run.shape.groups, pointer.memory.per_group // 8, run.tracks)
+  return barriers
 
 
 def _places(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -236,11 +236,11 @@ class LDS(Memory):
 
   def _unseen(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray:
     """Whether other waves' writes or reads of granules may still be under way as far as each lane's wave knows."""
-    found = np.asarray((self.writers, self.readers)[which].take(granules) & ~self.run.wave_bit[lanes] != 0)
-    if self.times is not None and found.any():
-      seen = self.run.tracks.seen[self.run.wave[np.broadcast_to(lanes, found.shape)[found]]]
-      found[found] = (self.times[which][:, granules[found]] >= seen.T).any(0)
-    return found
+    unseen = np.asarray((self.writers, self.readers)[which].take(granules) & ~self.run.wave_bit[lanes] != 0)
+    if self.times is not None and unseen.any():
+      seen = self.run.tracks.seen[self.run.wave[np.broadcast_to(lanes, unseen.shape)[unseen]]]
+      unseen[unseen] = (self.times[which][:, granules[unseen]] >= seen.T).any(0)
+    return unseen
 
   def _record(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Mark granules as written or read by the lanes' waves now."""

@@ -66,15 +66,15 @@ def check(name: str, text: str, arch: str) -> None:
 
   if refused := REFUSED.search(text):
     raise fail(f"has {refused[0]!r}, which is no MSL")
-  given = arguments_of(name, text)
-  if len(given) > MOST_BUFFERS:
-    raise fail(f"has {len(given)} buffers, of {MOST_BUFFERS}")
+  arguments = arguments_of(name, text)
+  if len(arguments) > MOST_BUFFERS:
+    raise fail(f"has {len(arguments)} buffers, of {MOST_BUFFERS}")
   spaces = {}
-  for argument in given:
-    found = re.fullmatch(rf"(device|constant) ({KIND})[*&] (\w+)", argument)
-    if found is None or found[2] not in SIZES:
+  for argument in arguments:
+    declaration = re.fullmatch(rf"(device|constant) ({KIND})[*&] (\w+)", argument)
+    if declaration is None or declaration[2] not in SIZES:
       raise fail(f"has the argument {argument!r}, which must be in device or constant memory, of a scalar type")
-    spaces[found[3]] = found[1]
+    spaces[declaration[3]] = declaration[1]
   spaces |= {buffer: "threadgroup" for _, buffer, _ in SHARED.findall(text)}
   spaces |= dict.fromkeys(PRIVATE.findall(text), "thread")
   for space, kind, buffer in CAST.findall(text):
@@ -122,9 +122,9 @@ def compiled(source: str) -> Any:
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
       raise TextError(f"does not compile as C++:\n{done.stderr}")
-    found = ctypes.CDLL(str(library)).shim_run
-  found.restype = ctypes.c_char_p
-  return found
+    shim_run = ctypes.CDLL(str(library)).shim_run
+  shim_run.restype = ctypes.c_char_p
+  return shim_run
 
 
 class Text:

@@ -91,8 +91,8 @@ class Program:
     self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
     self.buffers = {u: i for i, u in enumerate([*self.params, *(u for u in self.uops if u.op is Ops.BUFFER)])}
     self.template: list[Any] = [None] * len(self.uops)  # the values known before any step runs
-    found = (instruction_of(u.arg) for u in self.uops if u.op in (Ops.CUSTOM, Ops.CUSTOMI))
-    self.names = {instruction.name for instruction in found if instruction is not None}
+    instructions = (instruction_of(u.arg) for u in self.uops if u.op in (Ops.CUSTOM, Ops.CUSTOMI))
+    self.names = {instruction.name for instruction in instructions if instruction is not None}
     self.granule = self._granules()
     self.steps = self._block(iter(self.uops))
 
@@ -297,9 +297,9 @@ class Program:
     meaning = MEANINGS[instruction.name]
     operands = [s for s in u.src if not (is_pointer(s) and buffer_of(s).arg.slot == STATEMENT_SLOT)]
     values = (s.dtype for s in operands if not is_pointer(s))
-    for given, wanted in zip(values, instruction.takes, strict=False):
-      if given != (wanted or u.dtype):
-        raise self._refuse(f"{instruction.name} takes {wanted or u.dtype} here, not {given}", u)
+    for dtype, wanted in zip(values, instruction.takes, strict=False):
+      if dtype != (wanted or u.dtype):
+        raise self._refuse(f"{instruction.name} takes {wanted or u.dtype} here, not {dtype}", u)
     read = [self._operand(s) for s in operands]
     built_in = instruction.parameters
     return lambda run: meaning(run, u, *built_in, *[get(run) for get in read])

@@ -77,12 +77,12 @@ class Sums:
 
   def known(self, run: Run, wave: int) -> Known:
     """What a wave of this workgroup knows."""
-    found: Known = {(run.first_group, other): int(time) for other, time in enumerate(run.tracks.seen[wave])}
-    found[run.first_group, wave] = run.clock + 1
+    clocks: Known = {(run.first_group, other): int(time) for other, time in enumerate(run.tracks.seen[wave])}
+    clocks[run.first_group, wave] = run.clock + 1
     for place in run.tracks.acquired[wave]:
       for who, until in self.acquired[place].items():
-        found[who] = max(until, found.get(who, 0))
-    return found
+        clocks[who] = max(until, clocks.get(who, 0))
+    return clocks
 
 
 def _one(run: Run, u: UOp, when: Any) -> int | None:

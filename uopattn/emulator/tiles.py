@@ -61,12 +61,12 @@ def _lanes(run: Run, u: UOp, *read: int) -> np.ndarray:
 def _rows(run: Run, u: UOp, place: Pointer, stride: int, rows: int = ROWS) -> np.ndarray:
   """Return rows of 64 bytes of each lane, (lanes, rows, 64). Raises as a load of each row does."""
   count = ROW_BYTES // place.dtype.itemsize
-  found = np.empty((rows, count, run.shape.lanes), alu.storage(place.dtype))
+  elements = np.empty((rows, count, run.shape.lanes), alu.storage(place.dtype))
   for i in range(rows):
     row = place.memory.load(u, place.index + _elements(run, u, place, i * stride), place.dtype, count)
-    for element, x in zip(found[i], row, strict=True):
+    for element, x in zip(elements[i], row, strict=True):
       element[:] = x
-  return np.ascontiguousarray(np.moveaxis(found, 2, 0)).view(np.uint8)
+  return np.ascontiguousarray(np.moveaxis(elements, 2, 0)).view(np.uint8)
 
 
 def _store_rows(run: Run, u: UOp, place: Pointer, stride: int, content: np.ndarray) -> None:

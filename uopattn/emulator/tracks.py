@@ -34,9 +34,9 @@ def order() -> str:
   Raises:
     ValueError: EMU_ORDER is something else.
   """
-  if (found := _forced or os.environ.get("EMU_ORDER", ORDERS[0])) not in ORDERS:
-    raise ValueError(f"EMU_ORDER={found}: must be one of {', '.join(ORDERS)}")
-  return found
+  if (policy := _forced or os.environ.get("EMU_ORDER", ORDERS[0])) not in ORDERS:
+    raise ValueError(f"EMU_ORDER={policy}: must be one of {', '.join(ORDERS)}")
+  return policy
 
 
 @contextlib.contextmanager

@@ -54,13 +54,13 @@ def gpu_state(rows: Sequence[dict[str, Any]]) -> str:
 
   Each row counts with its medians. The result is "" if no row has them.
   """
-  found = []
+  ranges = []
   for name, unit in UNITS.items():
     values = [row["gpu"][name]["median"] for row in rows if name in (row.get("gpu") or {})]
     if values:
       low, high = f"{min(values):.0f}", f"{max(values):.0f}"
-      found.append(f"{low if low == high else f'{low} to {high}'} {unit}")
-  return ", ".join(found)
+      ranges.append(f"{low if low == high else f'{low} to {high}'} {unit}")
+  return ", ".join(ranges)
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:

@@ -77,12 +77,12 @@ def _of_several_devices(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Cal
   """Return a function that computes the gradients of q, k and v, which several devices divide."""
   division = p.division
   assert division is not None
-  given = Arguments(is_causal=p.spec.is_causal, enable_gqa=True, return_lse=True)
+  arguments = Arguments(is_causal=p.spec.is_causal, enable_gqa=True, return_lse=True)
   do = do.shard(p.devices, p.q.uop.axis).realize()
 
   def compute() -> list[Tensor]:
     operands = {"q": p.q, "k": p.k, "v": p.v}
-    grads = division.gradients([out, lse], operands, [do, None], given, "kernel", operands)
+    grads = division.gradients([out, lse], operands, [do, None], arguments, "kernel", operands)
     return [x for x in grads if x is not None]
 
   return compute
@@ -298,12 +298,12 @@ def backends_of_torch(backward: bool) -> dict[str, Contender]:
 def _backend_of_torch(backend: str) -> Callable[[bool], dict[str, Contender]]:
   name = f"torch {backend}"
 
-  def found(backward: bool) -> dict[str, Contender]:
+  def loader(backward: bool) -> dict[str, Contender]:
     if name not in (backends := backends_of_torch(backward)):
       raise Usage(f"--against torch-{backend}: takes no part here; --against torch is {', '.join(backends)}")
     return {name: backends[name]}
 
-  return found
+  return loader
 
 
 def _flash_attention(name: str) -> Callable[[bool], dict[str, Contender]]:
@@ -324,17 +324,17 @@ def load(names: list[str], backward: bool = False) -> dict[str, Contender]:
   Raises:
     Usage: a name is unknown, its library cannot be imported, or it does not take part.
   """
-  found: dict[str, Contender] = {"uopattn": uopattn_backward if backward else uopattn}
+  contenders: dict[str, Contender] = {"uopattn": uopattn_backward if backward else uopattn}
   for name in names:
     if name not in LOADERS:
       raise Usage(f"--against {name}: unknown; accepted are {', '.join(LOADERS)}")
     if backward and name == "tinygrad":
       raise Usage(f"--against {name}: has no backward pass")
     try:
-      found |= LOADERS[name](backward)
+      contenders |= LOADERS[name](backward)
     except ImportError as error:
       raise Usage(f"--against {name}: it cannot be imported: {error}") from error
-  return found
+  return contenders
 
 
 def versions(names: list[str]) -> dict[str, str]:

@@ -38,15 +38,15 @@ class GPUState(list[Sample]):
 
   def summary(self) -> dict[str, dict[str, float]]:
     """Return {"lowest", "median", "highest"} of each of `QUERIES`."""
-    found = {name: [x.values[name] for x in self if name in x.values] for name in QUERIES}
-    return {name: {"lowest": min(x), "median": median(x), "highest": max(x)} for name, x in found.items() if x}
+    series = {name: [x.values[name] for x in self if name in x.values] for name in QUERIES}
+    return {name: {"lowest": min(x), "median": median(x), "highest": max(x)} for name, x in series.items() if x}
 
   def means(self, times: Iterable[tuple[float, float]]) -> dict[str, float]:
     """Return the means of clock and power over some times, as (start, end) by `time.perf_counter`."""
     spans = list(times)
     inside = [x.values for x in self if any(start <= x.second <= end for start, end in spans)]
-    found = {name: [values[name] for values in inside if name in values] for name in MEANS}
-    return {name: mean(x) for name, x in found.items() if x}
+    series = {name: [values[name] for values in inside if name in values] for name in MEANS}
+    return {name: mean(x) for name, x in series.items() if x}
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def sampled(gpus: Sequence[int]) -> Iterator[GPUState]:
 
 def number_of(gpu: int) -> str:
   """Return nvidia-smi's number, or identifier, of CUDA's GPU: CUDA has those alone that CUDA_VISIBLE_DEVICES names."""
-  given = os.environ.get("CUDA_VISIBLE_DEVICES")
-  return given.split(",")[gpu] if given else str(gpu)
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+  return visible.split(",")[gpu] if visible else str(gpu)
 
 
 def samples(said: str, epoch: float) -> Iterator[Sample]:

@@ -105,16 +105,16 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> Config:
   Raises:
     Usage: a key is unknown, or does not take its value.
   """
-  given = {key: environment[key] for key in KEYS if key in environment}
+  settings = {key: environment[key] for key in KEYS if key in environment}
   for word in words:
     key, equals, value = word.partition("=")
     if not equals or key not in KEYS:
       hint = f"; did you mean {meant}=?" if (meant := misspelt(key)) else ""
       raise Usage(f"{word!r} is not one of {', '.join(f'{key}=' for key in KEYS)}{hint}")
-    given[key] = value
-  if given.get("INPUT") and (clash := [key for key in SHAPE_KEYS if key in given]):
-    raise Usage(f"{clash[0]}={given[clash[0]]} with INPUT={given['INPUT']}: the shape is that of the file")
-  return Config(**{key.lower(): _value(key, text) for key, text in given.items()})
+    settings[key] = value
+  if settings.get("INPUT") and (clash := [key for key in SHAPE_KEYS if key in settings]):
+    raise Usage(f"{clash[0]}={settings[clash[0]]} with INPUT={settings['INPUT']}: the shape is that of the file")
+  return Config(**{key.lower(): _value(key, text) for key, text in settings.items()})
 
 
 def parse_attention(words: Sequence[str]) -> Config:
@@ -257,9 +257,9 @@ def prepare(config: Config) -> Problem:
     if config.gpus == 1:
       return Problem(q, k, v, launch_on(spec, Device.DEFAULT), spec)
     q, k, v = (x.shard(devices(config.gpus), shard_axis(config, spec)).realize() for x in (q, k, v))
-    found = division_of(q, k, v, spec, config.arguments)
-    launch = found.launch()
-    return Problem(q, k, v, next(iter(launch.values())) if isinstance(launch, dict) else launch, spec, found)
+    division = division_of(q, k, v, spec, config.arguments)
+    launch = division.launch()
+    return Problem(q, k, v, next(iter(launch.values())) if isinstance(launch, dict) else launch, spec, division)
   except NoKernel as error:
     raise Usage(str(error)) from error
 

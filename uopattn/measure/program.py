@@ -93,11 +93,11 @@ def choose_device() -> str:
   """
   if DEV.device or not (against := why_not(default := default_device())):
     return ""
-  found = first_with_kernels(kind for kind in kinds_with_kernels() if kind != default)
-  if found is None:
+  device = first_with_kernels(kind for kind in kinds_with_kernels() if kind != default)
+  if device is None:
     raise Usage(against if default == LAST else f"{against}; nor can {LAST} be used: {why_not(LAST)}")
-  take(found)
-  return f"{against}; DEV names no device, so {found} is used"
+  take(device)
+  return f"{against}; DEV names no device, so {device} is used"
 
 
 def take(device: str) -> None:

@@ -43,8 +43,8 @@ class Sample:
 
   def of_queries(self, x: Array) -> Array:
     """Select (pairs, group, R, ...) from an array (B, Hq, M, ...)."""
-    found = np.stack([x[b, h * self.group : (h + 1) * self.group] for b, h in self.pairs])
-    return found if self.queries is None else found[:, :, self.queries]
+    heads = np.stack([x[b, h * self.group : (h + 1) * self.group] for b, h in self.pairs])
+    return heads if self.queries is None else heads[:, :, self.queries]
 
   def of_keys(self, x: Array) -> Array:
     """Select (pairs, 1, N, ...) from an array (B, Hkv, N, ...)."""
@@ -58,8 +58,8 @@ class Sample:
       rules = {"attn_mask": self.queries[:, None] >= np.arange(s.N)}
     gate = Gate.of_arrays(*self._inputs(problem), s.dtype, device=problem.devices[0], **rules)
 
-    def check(found: list[Array]) -> list[Report]:
-      out, *lse = map(self.of_queries, found)
+    def check(outputs: list[Array]) -> list[Report]:
+      out, *lse = map(self.of_queries, outputs)
       return [gate.output(out), *map(gate.lse, lse)]
 
     return check
@@ -77,15 +77,15 @@ class Sample:
       gate = GradientGate.of_arrays(
         *self._inputs(problem), do, s.dtype, device=problem.devices[0], is_causal=s.is_causal
       )
-      return lambda found: gate.reports(**self._gradients(found))
+      return lambda grads: gate.reports(**self._gradients(grads))
     expected, unit = self._gradients(one_device()), PRECISIONS[s.dtype].unit
-    return lambda found: [
+    return lambda grads: [
       compare(f"gradient of {name}, as of one device", x, expected[name], expected[name], unit)
-      for name, x in self._gradients(found).items()
+      for name, x in self._gradients(grads).items()
     ]
 
-  def _gradients(self, found: list[Array]) -> dict[str, Array]:
-    dq, dk, dv = found
+  def _gradients(self, grads: list[Array]) -> dict[str, Array]:
+    dq, dk, dv = grads
     return {"q": self.of_queries(dq), "k": self.of_keys(dk), "v": self.of_keys(dv)}
 
   def _inputs(self, problem: Problem) -> tuple[Array, Array, Array]:

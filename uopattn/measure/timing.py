@@ -171,7 +171,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
   time.sleep(SPIN)  # the oracle ran numpy's products
   warm = _settling_time(runners.values()) if how.settles else how.warm
   order, shuffle = list(runners), random.Random(0)
-  found = {name: Timing([]) for name in runners}
+  timings = {name: Timing([]) for name in runners}
   calls: dict[str, int] = {}  # timed calls in a turn of each contender, as its first turn shows
   for _ in range(rounds):
     for name in shuffle.sample(order, len(order)) if how.shuffled else order:
@@ -184,18 +184,18 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
         runner.call()
       runner.wait()
       end = time.perf_counter()
-      found[name].seconds.append((end - start) / (count * runner.times))
-      found[name].turns.append((start, end))
+      timings[name].seconds.append((end - start) / (count * runner.times))
+      timings[name].turns.append((start, end))
       if name == "limit numpy":
         time.sleep(SPIN)
-  return found
+  return timings
 
 
 def _settling_time(runners: Collection[Runner]) -> float:
   """Return the seconds of calls until the times of all contenders settle, each after the one before it."""
   for _ in range(2):  # in the first round nobody has heated the GPU for the first contender
-    found = [_settling_time_of(runner) for runner in runners]
-  return max([WARM, *found])
+    seconds = [_settling_time_of(runner) for runner in runners]
+  return max([WARM, *seconds])
 
 
 def _settling_time_of(runner: Runner) -> float:

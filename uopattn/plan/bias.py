@@ -63,12 +63,12 @@ def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]
   numbers, score, reads = spec.score_mod.reads(_lengths(residuals), arguments.aux)
   if any(score in _symbols(index) for i in aux for index in reads[i]):
     raise NoKernel("score_mod reads aux at an index that depends on the score")
-  found: list[Tensor | None] = []
+  aux_grads: list[Tensor | None] = []
   for i, x in aux.items():
     parts = [Read.of((i, n), index, numbers, spec.N) for n, index in enumerate(reads[i])]
     grads = [grad for part in parts for grad in part.gradients(residuals, arguments, x)]
-    found.append(sum(grads[1:], grads[0]).cast(x.dtype) if grads else None)
-  return found
+    aux_grads.append(sum(grads[1:], grads[0]).cast(x.dtype) if grads else None)
+  return aux_grads
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,16 +138,16 @@ class Read:
 
     A number occurs once. An index that is a constant has no number.
     """
-    found: list[tuple[int | None, int]] = []
+    axes: list[tuple[int | None, int]] = []
     for x in self.index:
       used = [n for n, symbol in enumerate(self.numbers) if symbol in x.toposort()]
       rest = (x - self.numbers[used[0]] if used else x).simplify()
       rest = rest.src[0] if rest.op is Ops.CAST else rest
       if len(used) > 1 or rest.op is not Ops.CONST:
         return None
-      found.append((used[0] if used else None, int(rest.arg)))
-    places = [n for n, _ in found if n is not None]
-    return found if len(set(places)) == len(places) else None
+      axes.append((used[0] if used else None, int(rest.arg)))
+    places = [n for n, _ in axes if n is not None]
+    return axes if len(set(places)) == len(places) else None
 
   def _moved(self, sums: Tensor, shape: tuple[int, ...], firsts: Sequence[int]) -> Tensor | None:
     """Move sums to where they belong in an array of a shape; None if they are not simply moved.
@@ -184,7 +184,7 @@ class Read:
     if self.bias.places is Places.DISTANCES:
       at[2] = at[2] * 0  # the keys are then as far from it as their number says
     of_tensors(arguments.score_mod, Tensor.zeros(1, 1, 1, 1), *at, *lookups)
-    (grad,) = (lookups[of_aux].found[number].float() * sums.detach()).sum().gradient(leaf)
+    (grad,) = (lookups[of_aux].gathered[number].float() * sums.detach()).sum().gradient(leaf)
     return grad.float()
 
 
@@ -193,12 +193,12 @@ class Reads(Lookup):
 
   def __init__(self, tensor: Tensor):
     super().__init__(tensor)
-    self.found: list[Tensor] = []
+    self.gathered: list[Tensor] = []
 
   def __getitem__(self, index: int | Tensor | tuple[int | Tensor, ...]) -> Tensor:
-    found = super().__getitem__(index)
-    self.found.append(found)
-    return found
+    elements = super().__getitem__(index)
+    self.gathered.append(elements)
+    return elements
 
 
 def _symbols(index: Sequence[UOp]) -> set[UOp]:
@@ -220,8 +220,10 @@ def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
   """Return the sums of a bias's gradients, as of `summed`. Raises NoKernel."""
   spec = with_bias(residuals.spec, bias)
   launch = _launch(residuals, spec)
-  found = launch.run(cast(Devices, residuals.q.device), residuals.given(arguments), arguments.variables(), no_further)
-  return summed(found["dbias"], BiasWork.of(spec, launch.tiles))
+  outputs = launch.run(
+    cast(Devices, residuals.q.device), residuals.buffers(arguments), arguments.variables(), no_further
+  )
+  return summed(outputs["dbias"], BiasWork.of(spec, launch.tiles))
 
 
 def _in_parts(
@@ -233,15 +235,15 @@ def _in_parts(
   compute all of them first.
   """
   spec = with_bias(residuals.spec, bias)
-  launch, device, given = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.given(arguments)
+  launch, device, buffers = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.buffers(arguments)
   if missing := -bias.count % launch.tiles.block_m:  # of whole blocks of queries
     return _in_parts(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
   total, zero = None, Tensor.zeros(1, dtype=dtypes.int32, device=device)
   for first in range(0, spec.M, bias.count):
     start = (zero + first).contiguous()
-    given["first"] = [start]
-    sums = launch.run(device, given, arguments.variables(), no_further)["dbias"]
-    given["dbias"] = [sums]
+    buffers["first"] = [start]
+    sums = launch.run(device, buffers, arguments.variables(), no_further)["dbias"]
+    buffers["dbias"] = [sums]
     part = look_up(summed(sums, BiasWork.of(spec, launch.tiles)), start)
     total = (part if total is None else total + part).contiguous()
     zero = zero_after(total)
@@ -257,9 +259,9 @@ def with_bias(spec: AttentionSpec, bias: Bias) -> AttentionSpec:
 def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
   """Return the launch of the kernel. Raises NoKernel."""
   device = _devices(residuals)[0]
-  found = bias_launch(spec, target_of(device))
-  check_guards((found,), device, backward=True)
-  return found
+  launch = bias_launch(spec, target_of(device))
+  check_guards((launch,), device, backward=True)
+  return launch
 
 
 def summed(x: Tensor, work: BiasWork) -> Tensor:

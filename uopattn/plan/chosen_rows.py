@@ -85,11 +85,11 @@ class ChosenRows:
         first = (first + zero_after(dq, *sums) + self.count).contiguous()
       part, listed, arguments = self._chunk(first, memory)
       launches = launches or backward_launches(part.spec, self.device, backend) or ()
-      found = by_kernels(launches, part, arguments, memory.results()) if launches else by_ops(part, arguments)
-      found = [memory.keep(name, x) for name, x in zip(GRADIENTS, found, strict=True)]
-      rows = found[0].reshape(self.B, self.count, -1)
+      grads = by_kernels(launches, part, arguments, memory.results()) if launches else by_ops(part, arguments)
+      grads = [memory.keep(name, x) for name, x in zip(GRADIENTS, grads, strict=True)]
+      rows = grads[0].reshape(self.B, self.count, -1)
       (dq,) = run_graph(put_queries, self.device, [dq], [rows, first], no_further)
-      sums = self._added(sums, found[1:], listed, memory)
+      sums = self._added(sums, grads[1:], listed, memory)
     of_keys = (x.cast(y.dtype) for x, y in zip(sums, (s.k, s.v), strict=True))
     return [dq.reshape(*sizes(s.q)), *of_keys]
 
@@ -128,8 +128,8 @@ class ChosenRows:
 
     def run(build: Callable[..., UOp], inputs: Sequence[Tensor], names: str, **options: int) -> list[Tensor]:
       buffers = [memory.new(name, *outputs[name]) for name in names.split()]
-      found = run_graph(build, self.device, buffers, inputs, no_further, **options)
-      return [memory.keep(name, x) for name, x in zip(names.split(), found, strict=True)]
+      written = run_graph(build, self.device, buffers, inputs, no_further, **options)
+      return [memory.keep(name, x) for name, x in zip(names.split(), written, strict=True)]
 
     outputs = dict.fromkeys(("slots", "rows"), (pairs, dtypes.int)) | {"totals": ((self.B, heads, N), dtypes.int)}
     outputs |= dict.fromkeys(("chosen", "times"), (pairs, number))

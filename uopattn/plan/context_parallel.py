@@ -114,14 +114,14 @@ class ContextParallel:
   def forward(
     self, launches: dict[tuple[Chunk, Chunk], Launch] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
   ) -> tuple[Tensor, Tensor]:
-    found = []
+    chunk_results = []
     for chunk, q_chunk in zip(self.chunks, self._chunks_of(q), strict=True):
       if launches is None:
-        given, own = (q_chunk, gathered(k), gathered(v)), self._arguments(chunk, None, arguments)
-        found.append(reference(*given, self._spec(chunk, None, arguments, given), own))
+        qkv, own = (q_chunk, gathered(k), gathered(v)), self._arguments(chunk, None, arguments)
+        chunk_results.append(reference(*qkv, self._spec(chunk, None, arguments, qkv), own))
       else:
-        found.append(self._attend(launches, chunk, q_chunk, k, v, arguments))
-    outs, lses = zip(*found, strict=True)
+        chunk_results.append(self._attend(launches, chunk, q_chunk, k, v, arguments))
+    outs, lses = zip(*chunk_results, strict=True)
     return self._whole(outs), self._whole(lses)
 
   def _attend(
@@ -134,17 +134,17 @@ class ContextParallel:
     arguments: Arguments,
   ) -> tuple[Tensor, Tensor]:
     """Compute one chunk of queries with kernels."""
-    found: list[tuple[Tensor, ...]] = []
+    partials: list[tuple[Tensor, ...]] = []
     for step in self.steps:
       own = self._arguments(chunk, step, arguments)
-      found.append(forward(launches[chunk, step], q, *self._keys_of(step, k, v), arguments=own))
+      partials.append(forward(launches[chunk, step], q, *self._keys_of(step, k, v), arguments=own))
     if not self.keys_divided:
-      out, lse = found[0]
+      out, lse = partials[0]
       return out, lse
     if not self.rows_divided:
-      found = [tuple(self._of_device(i, x) for x in found[0]) for i in range(len(self.devices))]
+      partials = [tuple(self._of_device(i, x) for x in partials[0]) for i in range(len(self.devices))]
     sinks = None if arguments.sinks is None else gathered(arguments.sinks).float()
-    outs, lses = zip(*found, strict=True)
+    outs, lses = zip(*partials, strict=True)
     out, lse = merged(outs, lses, sinks)
     return out.contiguous(), lse.contiguous()
 
@@ -159,11 +159,11 @@ class ContextParallel:
   ) -> list[Tensor | None]:
     q, k, v, *others = operands.values()
     inputs = [[None] * len(self.chunks) if x is None else self._chunks_of(x) for x in (q, *results, *grads)]
-    found = [
+    chunk_gradients = [
       self._gradients_of(chunk, k, v, arguments, backend, wanted, *x)
       for chunk, *x in zip(self.chunks, *inputs, strict=True)
     ]
-    of_q, of_keys, of_others = zip(*found, strict=True)
+    of_q, of_keys, of_others = zip(*chunk_gradients, strict=True)
     dq = self._whole(of_q) if self.rows_divided else gradient_of(q, of_q[0], None, summed=True)
     of_steps = list(zip(*of_keys, strict=True))
     dkv = [self._of_keys(x, [[pair[i] for pair in step] for step in of_steps]) for i, x in enumerate((k, v))]
@@ -188,13 +188,13 @@ class ContextParallel:
 
     Plain ops compute those of all keys and values in one.
     """
-    given = q, gathered(k), gathered(v)
-    spec, own = self._spec(chunk, None, arguments, given), self._arguments(chunk, None, arguments)
+    qkv = q, gathered(k), gathered(v)
+    spec, own = self._spec(chunk, None, arguments, qkv), self._arguments(chunk, None, arguments)
     launches = [backward_launches(self._spec(chunk, x, arguments), self.devices, backend) for x in self.steps]
     if None in launches:
-      dq, dk, dv, *rest = cast(list[Tensor], by_reference(spec, *given, own, (do, dlse)))
+      dq, dk, dv, *rest = cast(list[Tensor], by_reference(spec, *qkv, own, (do, dlse)))
       return dq, [(dk, dv)], [*rest]
-    residuals, of_q, of_keys = Residuals.of(spec, *given, out, lse, do, dlse), [], []
+    residuals, of_q, of_keys = Residuals.of(spec, *qkv, out, lse, do, dlse), [], []
     for step, of_step in zip(self.steps, cast(list[tuple[Launch, ...]], launches), strict=True):
       k_step, v_step = self._keys_of(step, k, v)
       part = replace(residuals, spec=of_step[0].spec, k=k_step, v=v_step)
@@ -245,8 +245,8 @@ class ContextParallel:
         for of_devices in numbers
       )
       parts = [Tensor.cat(*halves, dim=axis).contiguous()]
-    found = joined(parts[0], axis)
-    return found if self.q_axis == ROWS else gathered(found)
+    whole = joined(parts[0], axis)
+    return whole if self.q_axis == ROWS else gathered(whole)
 
   def _keys_of(self, step: Chunk, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parts of k and v for a step."""
@@ -262,19 +262,19 @@ class ContextParallel:
     return Tensor(part.contiguous().uop.copy_to_device(self.devices, arg=i))
 
   def _spec(
-    self, chunk: Chunk, step: Chunk | None, arguments: Arguments, given: tuple[Tensor, Tensor, Tensor] | None = None
+    self, chunk: Chunk, step: Chunk | None, arguments: Arguments, qkv: tuple[Tensor, Tensor, Tensor] | None = None
   ) -> AttentionSpec:
     """Return the spec of a step of a chunk; None is all keys.
 
     Args:
-      given: q, k and v of the step, if they may be views.
+      qkv: q, k and v of the step, if they may be views.
     """
     s, keys = self.spec, self._keys(step)
     own = self._arguments(chunk, step, arguments)
-    if given is None:
+    if qkv is None:
       shapes = ((s.B, s.Hq, chunk.size, s.Dk), s.dtype), *(((s.B, s.Hkv, keys.size, D), s.stored) for D in (s.Dk, s.Dv))
-      given = cast(Any, tuple(Tensor.empty(*shape, dtype=dtype, device=self.devices) for shape, dtype in shapes))
-    q, k, v = given
+      qkv = cast(Any, tuple(Tensor.empty(*shape, dtype=dtype, device=self.devices) for shape, dtype in shapes))
+    q, k, v = qkv
     made = make_spec(q, k, v, own)
     number = device_number(len(self.devices))
     made = part_spec(made, s, (0, 0, chunk.first(number), keys.first(number)))
@@ -296,28 +296,28 @@ class ContextParallel:
     """Return the arguments of a step of a chunk, whose queries and keys count from 0."""
     keys, index = self._keys(step), self.chunks.index(chunk)
     divided = keys.size < self.spec.N
-    found: dict[str, Any] = {"aux": tuple(map(gathered, arguments.aux))}
+    changes: dict[str, Any] = {"aux": tuple(map(gathered, arguments.aux))}
     if any(x.by_position for x in self.spec.masks):
-      found["q_start"] = self._moved(arguments.q_start, lambda i: chunk.first(i) - keys.first(i))
+      changes["q_start"] = self._moved(arguments.q_start, lambda i: chunk.first(i) - keys.first(i))
     if arguments.kv_lengths is not None:
-      found["kv_lengths"] = self._moved(arguments.kv_lengths, lambda i: -keys.first(i))
+      changes["kv_lengths"] = self._moved(arguments.kv_lengths, lambda i: -keys.first(i))
     if arguments.bounds is not None:
       bounds = (self._chunks_of(x, 0)[index] for x in arguments.bounds)
-      found["bounds"] = tuple(self._moved(x, lambda i: -keys.first(i)) for x in bounds)
+      changes["bounds"] = tuple(self._moved(x, lambda i: -keys.first(i)) for x in bounds)
     if arguments.attn_mask is not None:
       B, Hq, M, N = sizes(four_axes(arguments.attn_mask))
       mask = folded(four_axes(arguments.attn_mask))
       mask = self._chunks_of(mask)[index] if sizes(mask)[ROWS] > 1 else gathered(mask)
       if divided and sizes(mask)[3] > 1:
         mask = pieces(mask.contiguous(), 3, [(i, first, keys.size) for i, first in enumerate(self._extent(keys)[0])])
-      found["attn_mask"] = mask.expand(B, Hq, min(M, chunk.size), min(N, keys.size))
+      changes["attn_mask"] = mask.expand(B, Hq, min(M, chunk.size), min(N, keys.size))
     if arguments.sinks is not None:  # they join the sum once, when the steps are joined
-      found["sinks"] = None if divided else gathered(arguments.sinks)
+      changes["sinks"] = None if divided else gathered(arguments.sinks)
     scales = ((name, getattr(arguments, name)) for name in HEAD_SCALES)
-    found |= {name: gathered(x) for name, x in scales if x is not None}
+    changes |= {name: gathered(x) for name, x in scales if x is not None}
     if arguments.block_mask is not None:
-      found["block_mask"] = arguments.block_mask.within(self.devices, *self._extent(chunk), *self._extent(keys))
-    return replace(arguments, **found)
+      changes["block_mask"] = arguments.block_mask.within(self.devices, *self._extent(chunk), *self._extent(keys))
+    return replace(arguments, **changes)
 
   def _moved(self, x: int | UOp | Tensor, by: Place) -> Tensor:
     """Return a position, or one of each query, moved by as much as `by` says for each device.

@@ -95,9 +95,9 @@ def launch_on(spec: AttentionSpec, device: str) -> Launch:
   Raises:
     NoKernel: no kernel serves it.
   """
-  (found,) = _chosen(spec, device, False) or (dispatch(spec, target_of(device)),)
-  check_guards((found,), device)
-  return found
+  (launch,) = _chosen(spec, device, False) or (dispatch(spec, target_of(device)),)
+  check_guards((launch,), device)
+  return launch
 
 
 def backward_on(spec: AttentionSpec, device: str) -> tuple[Launch, ...]:
@@ -106,9 +106,9 @@ def backward_on(spec: AttentionSpec, device: str) -> tuple[Launch, ...]:
   Raises:
     NoKernel: no kernels serve it.
   """
-  found = _chosen(spec, device, True) or dispatch_backward(spec, target_of(device))
-  check_guards(found, device, backward=True)
-  return found
+  launches = _chosen(spec, device, True) or dispatch_backward(spec, target_of(device))
+  check_guards(launches, device, backward=True)
+  return launches
 
 
 def choose_by(chooser: Chooser) -> None:
@@ -135,7 +135,7 @@ def check_guards(launches: tuple[Launch, ...], device: str, backward: bool = Fal
 
 
 def _chosen(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, ...] | None:
-  return next((found for chooser in _CHOOSERS if (found := chooser(spec, device, backward)) is not None), None)
+  return next((launches for chooser in _CHOOSERS if (launches := chooser(spec, device, backward)) is not None), None)
 
 
 def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, single_kernel: bool = False) -> Launch:
@@ -168,26 +168,26 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
     NoKernel: no kernel serves it.
   """
   first = dispatch(spec, target)
-  found = [first]
+  launches = [first]
   for schedule in sorted(schedules_on(target), key=lambda x: x is not first.schedule):
     for tiles in _tiles_to_measure(schedule, spec, target, schedule is first.schedule):
       try:
-        found.append(launches_of(schedule, spec, target, tiles)[-1])
+        launches.append(launches_of(schedule, spec, target, tiles)[-1])
       except NoKernel:  # not for this case
         continue
   if spec.is_decode:
     most = ceildiv(spec.N, first.kernel.block(first.tiles)[1])
-    found += [replace(first, splits=x) for x in (1, first.splits // 2, first.splits * 2) if 1 <= x <= most]
-  return list(dict.fromkeys(found))
+    launches += [replace(first, splits=x) for x in (1, first.splits // 2, first.splits * 2) if 1 <= x <= most]
+  return list(dict.fromkeys(launches))
 
 
 def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, chosen: bool) -> Sequence[Any]:
   """Return the tiles of a schedule that are worth measuring: only its first if another schedule is chosen."""
   if reasons_against(schedule, spec):
     return ()
-  found = tiles_for(schedule, schedule.kernels[-1], spec.packed(schedule.pack_gqa(spec)), target)
+  tiles = tiles_for(schedule, schedule.kernels[-1], spec.packed(schedule.pack_gqa(spec)), target)
   try:
-    return tuple(itertools.islice(found, MOST if chosen else 1))
+    return tuple(itertools.islice(tiles, MOST if chosen else 1))
   except ValueError:  # none fit
     return ()
 
@@ -201,13 +201,13 @@ def candidates_backward(spec: AttentionSpec, target: Target) -> list[tuple[Launc
     NoKernel: no kernels serve it.
   """
   first = dispatch_backward(spec, target)
-  found = [first, *_with_other_tiles(first, spec, target)]
+  passes = [first, *_with_other_tiles(first, spec, target)]
   for schedule in schedules_on(target, backward=True):
     try:
-      found.append(launches_of(schedule, spec, target))
+      passes.append(launches_of(schedule, spec, target))
     except NoKernel:  # not for this case
       continue
-  return list(dict.fromkeys(found))
+  return list(dict.fromkeys(passes))
 
 
 def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:
@@ -215,7 +215,7 @@ def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target:
   seen = spec.packed(launches[0].pack_gqa)
   kernels = {x.kernel.gradients: x.kernel for x in launches}  # one of those that have the same tiles
   lists = [list(enumerate(tiles_for(launches[0].schedule, x, seen, target))) for x in kernels.values()]
-  in_order = sorted(itertools.product(*lists), key=lambda found: sum(place for place, _ in found))[:MOST]
+  in_order = sorted(itertools.product(*lists), key=lambda choice: sum(place for place, _ in choice))[:MOST]
   choices = [dict(zip(kernels, (tiles for _, tiles in x), strict=True)) for x in in_order]
   return [tuple(replace(x, tiles=tiles[x.kernel.gradients]) for x in launches) for tiles in choices]
 
@@ -247,8 +247,8 @@ def _bias_schedules(target: Target) -> list[Schedule]:
 
 
 def _bias_schedule(module: str) -> Schedule:
-  found: Schedule = import_module(f"uopattn.kernels.{module}").SCHEDULE
-  return found
+  schedule: Schedule = import_module(f"uopattn.kernels.{module}").SCHEDULE
+  return schedule
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:
@@ -290,8 +290,8 @@ def sums_launches(launches: Sequence[Launch]) -> list[Launch]:
 
 def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:
   """Return the schedules for a target's device, with `backward` for gradients. Raises NoKernel if there are none."""
-  if found := schedules(target.runs, backward):
-    return found
+  if available := schedules(target.runs, backward):
+    return available
   what = "no kernels for gradients" if backward else "no kernel"
   raise NoKernel(f"{what} for device {target.device}; {_needed(target)}")
 
@@ -331,12 +331,14 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
   seen = spec.packed(pack_gqa)
 
   def launch(kernel: Kernel) -> Launch:
-    found = tiles or next(tiles_for(schedule, kernel, seen, target))
-    if schedule.tf32 and found.tf32 and not spec.tf32:
+    chosen = tiles or next(tiles_for(schedule, kernel, seen, target))
+    if schedule.tf32 and chosen.tf32 and not spec.tf32:
       raise ValueError(
-        f"{found!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"
+        f"{chosen!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"
       )
-    return Launch(schedule, kernel, spec, found, pack_gqa, schedule.split(seen, target, found) if spec.is_decode else 1)
+    return Launch(
+      schedule, kernel, spec, chosen, pack_gqa, schedule.split(seen, target, chosen) if spec.is_decode else 1
+    )
 
   try:
     launches = tuple(map(launch, schedule.kernels))

@@ -94,13 +94,13 @@ class Empty:
     wanted: Collection[str],
   ) -> list[Tensor | None]:
     """Return zeros, but for the sinks: each is the LSE of all rows of its head."""
-    found: dict[str, Tensor | None] = {name: x.zeros_like() for name, x in operands.items()}
+    gradients: dict[str, Tensor | None] = {name: x.zeros_like() for name, x in operands.items()}
     if arguments.scales is not None:  # 8-bit keys and values have no gradient
-      found |= {"k": None, "v": None}
+      gradients |= {"k": None, "v": None}
     if "sinks" in operands and grads[1] is not None:
       sinks, part = operands["sinks"], part_of(grads[1], self.axis).sum((0, 2))
-      found["sinks"] = gradient_of(sinks, part.cast(sinks.dtype), self._of_heads, summed=self.axis is not None)
-    return list(found.values())
+      gradients["sinks"] = gradient_of(sinks, part.cast(sinks.dtype), self._of_heads, summed=self.axis is not None)
+    return list(gradients.values())
 
   @property
   def _of_heads(self) -> int | None:
@@ -151,12 +151,14 @@ def _with_gradients_in_function(
   others = {f"argument {i}": x for i, (_, x) in enumerate(arguments.tensors())}
 
   def of_call(
-    results: Sequence[Tensor], given: dict[str, Tensor], grads: Sequence[Tensor | None], wanted: Collection[str]
+    results: Sequence[Tensor], call_args: dict[str, Tensor], grads: Sequence[Tensor | None], wanted: Collection[str]
   ) -> list[Tensor | None]:
-    own = arguments.with_tensors(given[name] for name in others)
-    own = with_differentiable(own, {name: given[name] for name in operands})
-    found = gradients(results, {name: given[name] for name in operands}, grads, arguments=own, wanted=wanted)
-    return [*found, *[None] * len(others)]
+    own = arguments.with_tensors(call_args[name] for name in others)
+    own = with_differentiable(own, {name: call_args[name] for name in operands})
+    operand_grads = gradients(
+      results, {name: call_args[name] for name in operands}, grads, arguments=own, wanted=wanted
+    )
+    return [*operand_grads, *[None] * len(others)]
 
   return with_gradients(results, {**operands, **others}, of_call)
 
@@ -175,15 +177,15 @@ def with_gradients(
     gradients: called with the results, the operands by name, of each result the gradient, or None if it has none, and
       as `wanted` the names of the operands whose gradients are needed; returns the gradient of each operand.
   """
-  count, given = len(results), [x.uop for x in (*results, *operands.values())]
+  count, uops = len(results), [x.uop for x in (*results, *operands.values())]
   # A result that is a view of what a kernel has written is made again from that: tinygrad would copy the view.
-  stored = [x.base if written_by_kernel(x.base) else x for x in given[:count]]
+  stored = [x.base if written_by_kernel(x.base) else x for x in uops[:count]]
   kernel = stored[0].src[1] if written_by_kernel(stored[0]) else None
-  own = None if kernel is None else _places(kernel, [*(x.src[0] for x in stored), *given[count:]])
-  places = own or range(1, len(given) + 1)
+  own = None if kernel is None else _places(kernel, [*(x.src[0] for x in stored), *uops[count:]])
+  places = own or range(1, len(uops) + 1)
 
   def viewed(values: Sequence[UOp | None]) -> Any:
-    views = zip(given, stored, values, strict=False)
+    views = zip(uops, stored, values, strict=False)
     return [x if x is None else Tensor(x if a is b else a.substitute({b: x}, walk=True)) for a, b, x in views]
 
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
@@ -194,15 +196,15 @@ def with_gradients(
     named = dict(zip(operands, map(Tensor, values[count:]), strict=True))
     needed = needed_arguments()
     wanted = [x for x, i in zip(operands, places[count:], strict=True) if needed is None or i - 1 in needed]
-    found = gradients(viewed(written), named, viewed([by_axes.get(x.ndim) for x in written]), wanted=wanted)
-    of_arguments = dict(zip(places[count:], found, strict=True))
+    operand_grads = gradients(viewed(written), named, viewed([by_axes.get(x.ndim) for x in written]), wanted=wanted)
+    of_arguments = dict(zip(places[count:], operand_grads, strict=True))
     return tuple(None if (x := of_arguments.get(i)) is None else x.uop for i in range(1, len(call.src)))
 
   if kernel is not None and own:
     call = kernel.replace(arg=replace(kernel.arg, grad_fxn=grad_fxn))
     return tuple(viewed([x.src[0].after(call) for x in stored]))
   body = UOp.maketuple(*(x.param_like(i) for i, x in enumerate(stored)))
-  call = body.call(*stored, *given[count:], grad_fxn=grad_fxn)
+  call = body.call(*stored, *uops[count:], grad_fxn=grad_fxn)
   values = [call.gettuple(i) for i in range(count)]
   # What a kernel has written is stored to itself, which gradients pass and tinygrad drops; it would copy a GETTUPLE.
   both = zip(stored, values, strict=True)
@@ -219,7 +221,7 @@ def grads_and_call(grads: tuple[UOp, ...], call: UOp | None) -> tuple[tuple[UOp,
 
 def _places(call: UOp, wanted: Sequence[UOp]) -> list[int] | None:
   """Return where the arguments of a call are, each as it is or contiguous; None if one is missing."""
-  left, found = dict(enumerate(call.src)), list[int]()
+  left, places = dict(enumerate(call.src)), list[int]()
   for x in wanted:
     place = next((i for i, y in left.items() if y is x), None)
     if place is None:
@@ -228,5 +230,5 @@ def _places(call: UOp, wanted: Sequence[UOp]) -> list[int] | None:
     if place is None:
       return None
     del left[place]
-    found.append(place)
-  return found
+    places.append(place)
+  return places

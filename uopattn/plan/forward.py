@@ -31,14 +31,14 @@ def forward(
   without, on the CPU at H=8 N=1024 D=64.
   """
   assert launch.spec.return_lse
-  given: dict[str, Sequence[Tensor]]
-  given = {name: [flat_base(name, x, launch.spec.layout(name))] for name, x in (("q", q), ("k", k), ("v", v))}
-  given |= arguments.buffers()
+  inputs: dict[str, Sequence[Tensor]]
+  inputs = {name: [flat_base(name, x, launch.spec.layout(name))] for name, x in (("q", q), ("k", k), ("v", v))}
+  inputs |= arguments.buffers()
   if arguments.block_mask is not None and launch.spec.block_heads is not None:
-    given["tile_lists"] = launch.lists(arguments.block_mask)
+    inputs["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
   gradient = None if has_gradients(launch, cast(Devices, q.device)) else _none_in_functions
-  return run_stages(launch, cast(Devices, q.device), given, results, arguments.variables(), gradient)
+  return run_stages(launch, cast(Devices, q.device), inputs, results, arguments.variables(), gradient)
 
 
 def has_gradients(launch: Any, device: Devices) -> bool:
@@ -55,7 +55,7 @@ def has_gradients(launch: Any, device: Devices) -> bool:
   return isinstance(device, str) and is_compiled(device) and not launch.spec.variables and launch.spec.block_mod is None
 
 
-def _none_in_functions(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+def _none_in_functions(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
   raise NotImplementedError(
     "inside a tinygrad.function kernels have gradients on one device, on CPUs and GPUs of AMD and NVIDIA, without "
     "Variables and without a block_mask: call attention outside of it, or with backend='reference'"
@@ -65,7 +65,7 @@ def _none_in_functions(*given: UOp, call: UOp | None = None) -> tuple[UOp | None
 def run_stages(
   launch: Launch,
   device: Devices,
-  given: Tensors,
+  inputs: Tensors,
   results: Tensors,
   variables: tuple[UOp, ...] = (),
   gradient: Gradient | None = None,
@@ -73,12 +73,12 @@ def run_stages(
   """Run the kernels of a forward pass on their buffers; return the output, (B, Hq, M, Dv), and the LSE.
 
   Args:
-    given: the inputs, by name.
+    inputs: Tensors by the names of their buffers.
     results: buffers to write to, by name; missing ones are new.
   """
   *before, last = stages(launch)
   for stage in before:
-    found = stage.run(device, given, variables)
-    given = {**given, **{name: [x] for name, x in found.items()}}
-  found = last.run(device, {**given, **results}, variables, gradient)
-  return with_heads_first(found["o"], launch.spec), found["lse"]
+    outputs = stage.run(device, inputs, variables)
+    inputs = {**inputs, **{name: [x] for name, x in outputs.items()}}
+  outputs = last.run(device, {**inputs, **results}, variables, gradient)
+  return with_heads_first(outputs["o"], launch.spec), outputs["lse"]

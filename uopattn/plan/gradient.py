@@ -90,12 +90,12 @@ def differentiable(arguments: Arguments) -> dict[str, Tensor]:
 
   Of a mask all four axes as they were given, though kernels may read a part of it; see `folded`.
   """
-  found: dict[str, Tensor] = {}
-  for name, declared, value in arguments.given:
+  inputs: dict[str, Tensor] = {}
+  for name, declared, value in arguments.active:
     if declared.has_gradient and (name != "aux" or arguments.score_mod is not None):
       xs = [four_axes(value)] if name == "attn_mask" else declared.tensors(value)
-      found |= {f"aux[{i}]" if name == "aux" else name: x for i, x in enumerate(xs) if dtypes.is_float(x.dtype)}
-  return found
+      inputs |= {f"aux[{i}]" if name == "aux" else name: x for i, x in enumerate(xs) if dtypes.is_float(x.dtype)}
+  return inputs
 
 
 def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
@@ -103,11 +103,14 @@ def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Argument
   return with_differentiable(arguments.detached(), leaves)
 
 
-def with_differentiable(found: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
+def with_differentiable(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
   """Return the arguments with these in the place of what `differentiable` lists."""
-  aux = tuple(leaves.get(f"aux[{i}]", x) for i, x in enumerate(found.aux))
+  aux = tuple(leaves.get(f"aux[{i}]", x) for i, x in enumerate(arguments.aux))
   return replace(
-    found, aux=aux, attn_mask=leaves.get("attn_mask", found.attn_mask), sinks=leaves.get("sinks", found.sinks)
+    arguments,
+    aux=aux,
+    attn_mask=leaves.get("attn_mask", arguments.attn_mask),
+    sinks=leaves.get("sinks", arguments.sinks),
   )
 
 
@@ -119,28 +122,28 @@ def by_kernels(
   Args:
     results: buffers to write to, by name; missing ones are new.
   """
-  given = residuals.given(arguments) | dict(results)
-  return run_backward(launches, cast(Devices, residuals.q.device), given, arguments.variables(), arguments.block_mask)
+  buffers = residuals.buffers(arguments) | dict(results)
+  return run_backward(launches, cast(Devices, residuals.q.device), buffers, arguments.variables(), arguments.block_mask)
 
 
 def run_backward(
   launches: tuple[Launch, ...],
   device: Devices,
-  given: Tensors,
+  buffers: Tensors,
   variables: tuple[UOp, ...] = (),
   mask: BlockMask | None = None,
 ) -> list[Tensor]:
   """Run the kernels of a backward pass on their buffers; return dQ, dK and dV.
 
   Args:
-    given: the inputs, by name, and buffers to write to; missing ones are new.
+    buffers: the inputs, by name, and buffers to write to; missing ones are new.
   """
-  found: dict[str, Tensor] = {}
+  outputs: dict[str, Tensor] = {}
   for launch in launches:
     lists = {"tile_lists": launch.lists(mask)} if mask is not None and launch.spec.block_heads is not None else {}
-    results = launch.run(device, {**given, **lists}, variables, no_further)
-    found, given = found | results, {**given, **{name: [x] for name, x in results.items()}}
-  return [found["dq"], *(summed(found[name], launches[0].spec) for name in ("dk", "dv"))]
+    results = launch.run(device, {**buffers, **lists}, variables, no_further)
+    outputs, buffers = outputs | results, {**buffers, **{name: [x] for name, x in results.items()}}
+  return [outputs["dq"], *(summed(outputs[name], launches[0].spec) for name in ("dk", "dv"))]
 
 
 def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
@@ -155,14 +158,14 @@ def of_inputs(residuals: Residuals, arguments: Arguments, wanted: Collection[str
   """Return the gradients of what `differentiable` lists, in its order; None for those that are not wanted."""
   inputs = differentiable(arguments)
   needed = {name: x for name, x in inputs.items() if name in wanted}
-  found: dict[str, Tensor | None] = {}
+  grads: dict[str, Tensor | None] = {}
   if "attn_mask" in needed:
-    found["attn_mask"] = of_mask(residuals, arguments, needed["attn_mask"])
+    grads["attn_mask"] = of_mask(residuals, arguments, needed["attn_mask"])
   if "sinks" in needed:
-    found["sinks"] = of_sinks(residuals, needed["sinks"])
+    grads["sinks"] = of_sinks(residuals, needed["sinks"])
   if of_aux := {name: x for name, x in needed.items() if name.startswith("aux")}:
-    found |= zip(of_aux, _of_aux(residuals, arguments, of_aux), strict=True)
-  return [found.get(name) for name in inputs]
+    grads |= zip(of_aux, _of_aux(residuals, arguments, of_aux), strict=True)
+  return [grads.get(name) for name in inputs]
 
 
 def of_sinks(residuals: Residuals, sinks: Tensor) -> Tensor:
@@ -230,5 +233,5 @@ def by_reference(
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
   """Return the gradient of each leaf; for a leaf that occurs twice the whole gradient comes first, then None."""
-  found = dict(zip((x.uop for x in leaves), total.gradient(*leaves), strict=True))
-  return [found.pop(x.uop, None) for x in leaves]
+  grads = dict(zip((x.uop for x in leaves), total.gradient(*leaves), strict=True))
+  return [grads.pop(x.uop, None) for x in leaves]

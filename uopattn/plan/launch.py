@@ -87,8 +87,8 @@ class Launch:
       return ()
     if "tiles" not in self.kernel.params:
       return tuple(x for x in s.inputs if x.name in DIFFERENTIABLE)
-    given = tuple(x for x in s.inputs if "lse" in self.kernel.outputs or x.name not in IN_LSE)
-    return given + s.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
+    inputs = tuple(x for x in s.inputs if "lse" in self.kernel.outputs or x.name not in IN_LSE)
+    return inputs + s.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
 
   def lists(self, mask: BlockMask) -> Sequence[Tensor]:
     """Return the "tile_lists" for a block mask."""
@@ -164,23 +164,23 @@ class Launch:
     return made[0]
 
   def run(
-    self, device: Devices, given: Tensors, variables: tuple[UOp, ...] = (), gradient: Gradient | None = None
+    self, device: Devices, operands: Tensors, variables: tuple[UOp, ...] = (), gradient: Gradient | None = None
   ) -> dict[str, Tensor]:
     """Call the kernel and return its outputs by name.
 
     Args:
       device: several devices run it on the part of each Tensor that each of them has; see `uopattn.spec.shards`.
-      given: Tensors by the names of `buffers`; a missing output is a new buffer.
+      operands: Tensors by the names of `buffers`; a missing output is a new buffer.
       variables: bound Variables, which only kernels with masks take.
       gradient: the call's `grad_fxn`.
     """
     # Like `Tensor.custom_kernel`, but without making placeholders, which takes a fifth of an eager call.
     buffers, outputs = self.buffers(), [x.name for x in self.own if x.mode == "write"]
-    given = {x.name: (empty(x, device),) for x in buffers if x.name in outputs} | dict(given)
-    tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in given[name]]
+    operands = {x.name: (empty(x, device),) for x in buffers if x.name in outputs} | dict(operands)
+    tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in operands[name]]
     variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
     call = self.build(device).call(*(x.uop for x in tensors), *variables, grad_fxn=gradient)
-    return {name: Tensor(given[name][0].uop.after(call)) for name in outputs}
+    return {name: Tensor(operands[name][0].uop.after(call)) for name in outputs}
 
 
 def _graph(launch: Launch, slots: tuple[int, ...] | None) -> tuple[UOp, Estimates]:
@@ -245,20 +245,22 @@ def rules_of(
   operand = operand or spec.dtype
   tables = {name: tuple(map(Table, buffers.get(name, ()))) for name in ("aux", "block_mask")}
   masks = ((spec.mask_mod, tables["aux"]), (spec.block_mod, tables["block_mask"]))
-  given: dict[str, Any] = {name: x[0] if len(x) == 1 else tuple(x) for name, x in buffers.items() if name not in tables}
-  given |= {name: x for name in ("q_start", "kv_lengths") if (x := getattr(spec, name)) is not None}
-  if "scales" in given:
-    keys, values = given["scales"]
-    given["scales"] = Scales(keys, values, operand, unit(spec.stored, operand), spec.stored)
+  kwargs: dict[str, Any] = {
+    name: x[0] if len(x) == 1 else tuple(x) for name, x in buffers.items() if name not in tables
+  }
+  kwargs |= {name: x for name in ("q_start", "kv_lengths") if (x := getattr(spec, name)) is not None}
+  if "scales" in kwargs:
+    keys, values = kwargs["scales"]
+    kwargs["scales"] = Scales(keys, values, operand, unit(spec.stored, operand), spec.stored)
   if spec.bias is not None and spec.bias.read is not None:
     assert spec.score_mod is not None
-    given["bias_slope"] = spec.score_mod.slope(tables["aux"], spec.bias.read)
-  if "page_table" in given:
-    given["pages"] = Pages(given.pop("page_table"), *spec.kept)
-  if "indices" in given:
-    table, counts = given.pop("indices")
-    given["pages"] = Chosen(table, *spec.kept, counts=counts, queries=spec.B // spec.kept[0])
-    given["kv_lengths"] = counts
+    kwargs["bias_slope"] = spec.score_mod.slope(tables["aux"], spec.bias.read)
+  if "page_table" in kwargs:
+    kwargs["pages"] = Pages(kwargs.pop("page_table"), *spec.kept)
+  if "indices" in kwargs:
+    table, counts = kwargs.pop("indices")
+    kwargs["pages"] = Chosen(table, *spec.kept, counts=counts, queries=spec.B // spec.kept[0])
+    kwargs["kv_lengths"] = counts
   return Rules(
     spec.M,
     spec.N,
@@ -272,5 +274,5 @@ def rules_of(
     mask_mods=tuple(mod(aux) for mod, aux in masks if mod is not None),
     dropout_p=spec.dropout_p,
     origin=spec.origin,
-    **given,
+    **kwargs,
   )

@@ -33,9 +33,9 @@ class NormRopeSpec:
 
   def changes(self, buffer: Callable[[Sequence[int], DType], UOp]) -> tuple[NormRope | None, NormRope | None]:
     """Return what becomes of queries and of keys, None for nothing; `buffer` makes the kernel's arguments, in order."""
-    given = iter([buffer(shape, dtype) for shape, dtype in self.buffers])
-    cos, sin = (next(given), next(given)) if self.rotates else (None, None)
-    weights = [next(given) if has else None for has in self.norms]
+    args = iter([buffer(shape, dtype) for shape, dtype in self.buffers])
+    cos, sin = (next(args), next(args)) if self.rotates else (None, None)
+    weights = [next(args) if has else None for has in self.norms]
     q, k = (
       None if weight is None and cos is None else NormRope(weight, self.eps, cos, sin, self.interleaved)
       for weight in weights

@@ -105,8 +105,8 @@ def chosen_rows(x: Tensor, table: Tensor) -> Tensor:
 def _is_chosen(indices: tuple[Tensor, ...], keys: int) -> Tensor:
   """Return whether each entry names a key, (B, Hkv or 1, N)."""
   table, *lengths = indices
-  found = (table >= 0) & (table < keys)
-  return found & (Tensor.arange(table.shape[2]) < lengths[0].reshape(-1, 1, 1)) if lengths else found
+  in_range = (table >= 0) & (table < keys)
+  return in_range & (Tensor.arange(table.shape[2]) < lengths[0].reshape(-1, 1, 1)) if lengths else in_range
 
 
 def _without_page(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
@@ -162,8 +162,8 @@ class Lookup:
   def __getitem__(self, index: int | Tensor | tuple[int | Tensor, ...]) -> Tensor:
     places = [x if isinstance(x, Tensor) else Tensor(x) for x in (index if isinstance(index, tuple) else (index,))]
     inside = reduce(Tensor.__and__, ((x >= 0) & (x < size) for x, size in zip(places, self.shape, strict=True)))
-    found = self.tensor[tuple(inside.where(x, 0) for x in places)]
-    return inside.where(found, 0).cast(self.dtype)  # tinygrad gathers ints from a bool Tensor
+    elements = self.tensor[tuple(inside.where(x, 0) for x in places)]
+    return inside.where(elements, 0).cast(self.dtype)  # tinygrad gathers ints from a bool Tensor
 
 
 def _modify(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:

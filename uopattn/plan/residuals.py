@@ -51,18 +51,18 @@ class Residuals:
     do = do.transpose(1, 2).contiguous().transpose(1, 2) if spec.layout("o") else do.contiguous()
     device = cast(Devices, q.device)
     launch = delta_launch(spec, target_of(devices_of(device)[0]), dlse is not None)
-    given = {name: [flat_base(name, x, spec.layout(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
-    given |= {} if dlse is None else {"dlse": [dlse.float().contiguous()]}
-    return cls(spec, q, k, v, lse, do, launch.run(device, given, gradient=no_further)["delta"])
+    inputs = {name: [flat_base(name, x, spec.layout(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
+    inputs |= {} if dlse is None else {"dlse": [dlse.float().contiguous()]}
+    return cls(spec, q, k, v, lse, do, launch.run(device, inputs, gradient=no_further)["delta"])
 
-  def given(self, arguments: Arguments) -> dict[str, Sequence[Tensor]]:
+  def buffers(self, arguments: Arguments) -> dict[str, Sequence[Tensor]]:
     """Return the buffers of a backward kernel, by name."""
-    found: dict[str, Sequence[Tensor]] = {name: [getattr(self, name)] for name in ("lse", "delta")}
+    buffers: dict[str, Sequence[Tensor]] = {name: [getattr(self, name)] for name in ("lse", "delta")}
     for name in ("q", "k", "v", "do"):
-      found[name] = [flat_base(name, getattr(self, name), self.spec.layout(name))]
-    return found | arguments.buffers()
+      buffers[name] = [flat_base(name, getattr(self, name), self.spec.layout(name))]
+    return buffers | arguments.buffers()
 
 
-def no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+def no_further(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
   """The gradient of a backward kernel: there is none."""
   raise NotImplementedError("the gradient of attention has no gradient itself through kernels; backend='reference' has")

@@ -62,11 +62,11 @@ class Sharded:
           f"and has {spec.Hkv}"
         )
       axis_kv = None
-    found = cls(devices, axis, axis_kv, spec)
-    given = found.parts_of(arguments)
-    part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), given)
+    sharded = cls(devices, axis, axis_kv, spec)
+    part_arguments = sharded.parts_of(arguments)
+    part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), part_arguments)
     b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq)))
-    return replace(found, part=part_spec(part, spec, (b, h, 0, 0)))
+    return replace(sharded, part=part_spec(part, spec, (b, h, 0, 0)))
 
   def launch(self) -> Launch:
     """Return the launch of the part. Raises NoKernel."""
@@ -88,20 +88,20 @@ class Sharded:
     def part(name: str, x: Tensor) -> Tensor:
       return part_of(x, self.axis_of(name, x))
 
-    found: dict[str, Any] = {}
-    for name, _, value in arguments.given:
+    changes: dict[str, Any] = {}
+    for name, _, value in arguments.active:
       if name == "block_mask":
-        found[name] = value.on(self.devices, self.axis)
+        changes[name] = value.on(self.devices, self.axis)
       elif name == "attn_mask":
         mask = four_axes(value)
         axis = self.axis_of(name, mask)
         shape = (n // len(self.devices) if i == axis else n for i, n in enumerate(sizes(mask)))
-        found[name] = part(name, folded(mask)).expand(*shape)
+        changes[name] = part(name, folded(mask)).expand(*shape)
       elif isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
-        found[name] = tuple(part(name, x) for x in value)
+        changes[name] = tuple(part(name, x) for x in value)
       elif isinstance(value, Tensor):
-        found[name] = part(name, value)
-    return replace(arguments, **found)
+        changes[name] = part(name, value)
+    return replace(arguments, **changes)
 
   def forward(
     self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
@@ -124,8 +124,8 @@ class Sharded:
     q, k, v = (part_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
     own = [part_of(x, self.axis) for x in results]
     of_own = [None if x is None else part_of(x, self.axis) for x in grads]
-    found = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend, wanted)
-    named = zip(operands.values(), found, axes, strict=True)
+    part_gradients = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend, wanted)
+    named = zip(operands.values(), part_gradients, axes, strict=True)
     return [x if x is None else gradient_of(whole, x, axis, self.axis is not None) for whole, x, axis in named]
 
 
@@ -151,17 +151,17 @@ def axes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[int |
   if spec.pages is not None:
     names, kinds = ("q", "k_pages", "v_pages"), ("pages", *AXES[1:])
   axes = tuple(sharded_axis(name, x) for name, x in zip(names, (q, k, v), strict=True))
-  given = {
+  sharded = {
     name: (AXES if name == "q" else kinds)[axis] for name, axis in zip(names, axes, strict=True) if axis is not None
   }
   accepted = AXES[:3] if spec.pages is None else ("heads",)
-  for name, kind in given.items():
+  for name, kind in sharded.items():
     if kind not in accepted and (name, kind) != ("q", AXES[0]):
       raise ValueError(
         f"{name} is sharded along its {kind}; accepted are {', '.join(accepted)}, or all on every device"
       )
-  if len(set(given.values())) > 1:
-    ways = ", ".join(f"{name} along its {kind}" for name, kind in given.items())
+  if len(set(sharded.values())) > 1:
+    ways = ", ".join(f"{name} along its {kind}" for name, kind in sharded.items())
     raise ValueError(
       f"{ways}: these do not go together; shard all of them along one axis, or keep some on every device"
     )

@@ -120,8 +120,8 @@ class Sparse:
     self.launch()  # where kernels cannot read as many keys as there are, no others can
     q, k, v = (operands[name] for name in "qkv")
     out, lse = map(as_sequences, results)
-    given = [None if x is None else as_sequences(x) for x in grads]
-    residuals, listed = Residuals.of(self.spec, as_sequences(q), k, v, out, lse, *given), self._listed(arguments)
+    seq_grads = [None if x is None else as_sequences(x) for x in grads]
+    residuals, listed = Residuals.of(self.spec, as_sequences(q), k, v, out, lse, *seq_grads), self._listed(arguments)
     if self._on_cpu:
       dq, dk, dv = by_kernels(launches, residuals, replace(arguments, indices=listed))
     else:
@@ -192,12 +192,12 @@ def as_sequences(x: Tensor) -> Tensor:
   """Return q, or what has its rows, (B, Hq, M, ...), as (B * M, Hq, 1, ...): each query is a sequence."""
   B, heads, M, *width = sizes(x)
   x = x.transpose(1, 2)
-  found = x.reshape(B * M, heads, 1, *width)
-  layout = layout_of(found.uop)
+  sequences = x.reshape(B * M, heads, 1, *width)
+  layout = layout_of(sequences.uop)
   if layout is None:
-    return x.contiguous().reshape(found.shape)
-  in_order = layout == Layout(math.prod(sizes(found)), 0, contiguous_strides(sizes(found)))
-  return Tensor(base_of(found.uop)).reshape(found.shape) if in_order else found
+    return x.contiguous().reshape(sequences.shape)
+  in_order = layout == Layout(math.prod(sizes(sequences)), 0, contiguous_strides(sizes(sequences)))
+  return Tensor(base_of(sequences.uop)).reshape(sequences.shape) if in_order else sequences
 
 
 def new(shape: Sequence[int], device: str, dtype: DType = dtypes.int) -> Tensor:

@@ -112,10 +112,10 @@ def of_lse(q: Array, k: Array, lse: Array, precision: Precision, rules: Rules) -
   """
   # each of the terms loses up to `cut`, uniformly: a variance of cut**2 / 3
   of_scores = replace(precision, unit=precision.cut * (q.shape[-1] / 2) ** 0.5)
-  found = np.zeros(lse.shape)
+  lse_error = np.zeros(lse.shape)
   for s in _scores(q, k, of_scores, rules):
-    found[s.query][s.rows] = (s.p * np.sqrt(s.variance)).sum(1)
-  return found
+    lse_error[s.query][s.rows] = (s.p * np.sqrt(s.variance)).sum(1)
+  return lse_error
 
 
 def of_gradients(

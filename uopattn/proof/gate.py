@@ -168,8 +168,8 @@ class Gate:
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
     """Compute the oracle and the naive versions; takes the arguments of `verify`."""
-    given = {"device": devices_of(q.device)[0], "progress": progress, **options}
-    return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, **given)
+    kwargs = {"device": devices_of(q.device)[0], "progress": progress, **options}
+    return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, **kwargs)
 
   @classmethod
   def of_arrays(
@@ -275,8 +275,8 @@ class GradientGate:
   ) -> "GradientGate":
     """Compute the gradients by the oracle and naively; takes the arguments of `verify_gradients`."""
     a, b, c, d = (numpy(x) for x in (q, k, v, do))
-    given = {"tf32": tf32, "device": devices_of(q.device)[0], **options}
-    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), **given)
+    kwargs = {"tf32": tf32, "device": devices_of(q.device)[0], **options}
+    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), **kwargs)
 
   @classmethod
   def of_arrays(

@@ -321,14 +321,14 @@ def gradients(
 
 def slope(r: Rules, score: Array, b: int, h: int, i: Array, j: Array) -> Array:
   """Return the derivative of the final score by `score` (q.k times scale), in the dtype of `score`."""
-  x, found = score.astype(np.float64), np.ones(score.shape)
+  x, derivative = score.astype(np.float64), np.ones(score.shape)
   if r.softcap is not None:
-    found = 1 - np.tanh(x / r.softcap) ** 2
+    derivative = 1 - np.tanh(x / r.softcap) ** 2
     x = r.softcap * np.tanh(x / r.softcap)
   if r.score_mod is not None:
     above, below = (np.asarray(r.score_mod(x + step, b, h, i, j, *r.tables), np.float64) for step in (STEP, -STEP))
-    found = found * (above - below) / (2 * STEP)
-  return found.astype(score.dtype)
+    derivative = derivative * (above - below) / (2 * STEP)
+  return derivative.astype(score.dtype)
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:

@@ -239,12 +239,12 @@ class Shares:
     slack = self.product.slack[t.result[1]] * self.product.lengths[rows]
     y = self.product.operand[t.operand][t.inner]
     squares, lengths = np.square(t.weights) + LEAST_SQUARE, np.square(y).sum(-1)
-    found = self.of_rows[:, t.place[0], t.place[1], t.inner]
-    found[0] += unit * np.einsum("ij,ij->j", t.weights, error @ y.T)
-    found[1] += unit**2 * np.einsum("jd,jd->j", squares.T @ variance, np.square(y))
-    found[1] += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
-    found[2] += (slack.astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
-    found[3] += squares.sum(0) * lengths
+    of_rows = self.of_rows[:, t.place[0], t.place[1], t.inner]
+    of_rows[0] += unit * np.einsum("ij,ij->j", t.weights, error @ y.T)
+    of_rows[1] += unit**2 * np.einsum("jd,jd->j", squares.T @ variance, np.square(y))
+    of_rows[1] += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
+    of_rows[2] += (slack.astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
+    of_rows[3] += squares.sum(0) * lengths
     first = t.inner.start
     for tile in range(first // TILE, -(-t.inner.stop // TILE)):
       part = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
@@ -267,13 +267,13 @@ class Shares:
       share, squares: the sums of their products, and the squares of these.
     """
     along, apart = share @ y.T, squares @ np.square(y).T
-    found = np.vdot(t.variance[:, part], np.square(along) - apart)
+    added_variance = np.vdot(t.variance[:, part], np.square(along) - apart)
     if t.shared is not None:  # these multiply Y - X
       x = self.product.exact[(*t.result, t.rows)].astype(np.float32)
       along = along - np.einsum("id,id->i", share, x)[:, None]
       apart = apart - 2 * (squares * x) @ y.T + np.einsum("id,id->i", squares, np.square(x))[:, None]
-      found += np.vdot(t.shared[:, part], np.square(along) - apart)
-    return max(float(found), 0.0)
+      added_variance += np.vdot(t.shared[:, part], np.square(along) - apart)
+    return max(float(added_variance), 0.0)
 
   def families(self) -> Iterator[Family]:
     for kind, (value, variance, slack, size) in ((self.product.key, self.of_rows), ("tile", self.of_tiles)):
@@ -313,7 +313,7 @@ class Roundings:
   def faults(self, **got: Array) -> dict[str, tuple[Fault, ...]]:
     """Return the worst fault of each kind, by the names of the products."""
     errors = {name: self.products[name].error(x) for name, x in got.items()}
-    found: dict[str, tuple[Fault, ...]] = dict.fromkeys(got, ())
+    faults: dict[str, tuple[Fault, ...]] = dict.fromkeys(got, ())
     families = self._families(errors)
     suspects = [n for n, group in families.items() if any(f.excess().max() > self.products[n].limit for f in group)]
     if suspects:
@@ -322,8 +322,8 @@ class Roundings:
       common = self._common(name)
       group, guides = ([f.times(common) for f in x[name]] for x in (families, shown))
       limits = [max(self.products[name].limit, 2 * float(guide.excess().max())) for guide in guides]
-      found[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.excess().max() > x)
-    return found
+      faults[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.excess().max() > x)
+    return faults
 
   def _families(self, errors: dict[str, Array]) -> dict[str, list[Family]]:
     shares = {name: Shares(self.products[name], error) for name, error in errors.items()}
@@ -335,12 +335,12 @@ class Roundings:
   def _common(self, name: str) -> Array:
     """Return the factor by which equal weights increase the variances of each head of X: (B, H)."""
     p = self.products[name]
-    found, unit = np.ones(p.exact.shape[:2]), p.precision.unit
+    factors, unit = np.ones(p.exact.shape[:2]), p.precision.unit
     if unit < LEAST_UNIT:
-      return found
+      return factors
     count = round(BINADES * PLACES / (2 * unit))
     by_place: dict[Head, Array] = defaultdict(lambda: np.zeros(count))
-    alone: Array = np.zeros(found.shape)
+    alone: Array = np.zeros(factors.shape)
     for x, t in self.terms():
       if x == name:
         lengths = p.lengths[t.result][t.rows].astype(np.float32)[:, None]
@@ -348,8 +348,8 @@ class Roundings:
         by_place[t.result] += np.bincount(_places(t.weights, unit, count), coefficients, count)
         alone[t.result] += np.square(coefficients.astype(np.float64)).sum()
     for head, sums in by_place.items():
-      found[head] = max(1.0, _covariance(sums) / (alone[head] + _TINY))
-    return found
+      factors[head] = max(1.0, _covariance(sums) / (alone[head] + _TINY))
+    return factors
 
 
 def _slack(precision: Precision, r: Rules, heads: int) -> Array:
@@ -381,8 +381,8 @@ def _places(weights: Array, unit: float, count: int) -> Array:
 
 def _covariance(by_place: Array) -> float:
   """Return the variance of a sum of roundings, over that of one rounding, from the sums of coefficients per place."""
-  found = _TAPS[0] * np.dot(by_place, by_place)
-  return float(found + sum(2 * tap * np.dot(by_place[d:], by_place[:-d]) for d, tap in enumerate(_TAPS[1:], 1)))
+  diagonal = _TAPS[0] * np.dot(by_place, by_place)
+  return float(diagonal + sum(2 * tap * np.dot(by_place[d:], by_place[:-d]) for d, tap in enumerate(_TAPS[1:], 1)))
 
 
 def _taps() -> list[float]:

@@ -25,14 +25,14 @@ def find_clang() -> str:
     if shutil.which(cc) is None:
       raise NoCompiler(f"CC={cc!r} is not a program; CC takes the name or path of a clang, without arguments")
     return cc
-  found = shutil.which("clang") or _newest_on_path() or shutil.which("clang", path=str(Path(sys.prefix) / "bin"))
-  if found is None:
+  clang = shutil.which("clang") or _newest_on_path() or shutil.which("clang", path=str(Path(sys.prefix) / "bin"))
+  if clang is None:
     raise NoCompiler(
       "no clang was found, and tinygrad compiles its CPU kernels with one. Any of these gives one: "
       "pip install '.[clang]' in a checkout of uopattn (x86-64 Linux); the system's own, for example by "
       "apt-get install clang or xcode-select --install; or CC=/path/to/clang for one that is installed elsewhere"
     )
-  return found
+  return clang
 
 
 def _newest_on_path() -> str | None:

@@ -53,8 +53,8 @@ def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
     raise NoCompiler(f"{command[0]!r} is not a clang that compiles for {arch}: {said}")
   lanes = 16 if "%zmm" in done.stdout else 8 if "%ymm" in done.stdout else 4
   registers = 32 if "many_registers" in done.stdout else 16
-  found = (name in done.stdout for name in ("pairs_of_bfloat16", "one_prefetch", "matrix_tiles"))
-  return VectorUnit(lanes, registers, *found)
+  features = (name in done.stdout for name in ("pairs_of_bfloat16", "one_prefetch", "matrix_tiles"))
+  return VectorUnit(lanes, registers, *features)
 
 
 AMX_FLAGS = {"amx_tile", "amx_bf16"}  # flags of /proc/cpuinfo, which lacks them if the system does not save tiles

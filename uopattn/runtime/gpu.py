@@ -12,22 +12,22 @@ from tinygrad import Context, Device
 
 def gpu_name(device: str) -> str:
   """Return the model name of a GPU; "" for a device whose runtime does not tell."""
-  kind, found = device.split(":")[0], ""
+  kind, model = device.split(":")[0], ""
   if kind == "CUDA":
     from tinygrad.runtime.autogen import cuda
 
     name = ctypes.create_string_buffer(100)
     cuda.cuDeviceGetName(name, len(name), opened(device).cu_device)
-    found = name.value.decode()
+    model = name.value.decode()
   elif kind == "CL":
-    found = opened(device).device_name
+    model = opened(device).device_name
   elif kind == "METAL":
     from tinygrad.runtime.ops_metal import from_ns_str
 
-    found = from_ns_str(opened(device).sysdevice.name())
+    model = from_ns_str(opened(device).sysdevice.name())
   elif kind == "AMD":
-    found = _file(Path(getattr(opened(device).iface, "dev_sysfs_path", "/nowhere")) / "product_name")
-  return found.strip()
+    model = _file(Path(getattr(opened(device).iface, "dev_sysfs_path", "/nowhere")) / "product_name")
+  return model.strip()
 
 
 def driver(device: str) -> str:

@@ -21,32 +21,32 @@ Build = Callable[..., tuple[UOp, Estimates]]
 """A function that builds a kernel's graph and the work that tinygrad reports for it."""
 
 
-def prepared(build: Build, device: str, *given: Any) -> UOp:
-  """Return the kernel of `build(*given)` as `device` takes it: a PROGRAM, or a graph for tinygrad's own renderer.
+def prepared(build: Build, device: str, *args: Any) -> UOp:
+  """Return the kernel of `build(*args)` as `device` takes it: a PROGRAM, or a graph for tinygrad's own renderer.
 
   Args:
-    given: hashable. A kernel is compiled once per process for the same arguments, except on the emulator, where tests
+    args: hashable. A kernel is compiled once per process for the same arguments, except on the emulator, where tests
       modify kernels to see that the checks notice. There only lowering is cached, by `program_cache`.
   """
   with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
     renderer = Device[device].renderer
     if device.split(":")[0] == "EMU":
-      kernel, work = build(*given)
+      kernel, work = build(*args)
       return finished(kernel, renderer, work)
     in_another_language = device.split(":")[0] in ("CUDA", "NV") and not isinstance(renderer, CUDARenderer)  # PTX, NAK
     if compiler(device) is None or in_another_language:
-      return _for_tinygrad(*build(*given))
-    return compiled(build, device, renderer.target, *given)
+      return _for_tinygrad(*build(*args))
+    return compiled(build, device, renderer.target, *args)
 
 
 @functools.cache
-def compiled(build: Build, device: str, target: Target, *given: Any) -> UOp:
-  """Compile the kernel of `build(*given)`, once per process, so further calls of the same attention skip lowering.
+def compiled(build: Build, device: str, target: Target, *args: Any) -> UOp:
+  """Compile the kernel of `build(*args)`, once per process, so further calls of the same attention skip lowering.
 
   Args:
     target: the device's current target, part of the cache key because `DEV` may name another architecture later.
   """
-  compile_for, (kernel, work) = compiler(device), build(*given)
+  compile_for, (kernel, work) = compiler(device), build(*args)
   assert compile_for is not None
   return compile_for(kernel, device, work)
 

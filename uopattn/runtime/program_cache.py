@@ -66,12 +66,12 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
   buffers = [u for u in params if u.arg.slot >= 0]
   try:
     info, source, binary = program(_numbered(kernel, buffers), renderer)
-    found = info.globals
+    used = info.globals
   except TypeError:  # tinygrad's argument got the number of a buffer of ints, and sorting cannot order the two
     apart = len(buffers) + 1
-    found = tuple(i - apart for i in program(_numbered(kernel, buffers, apart), renderer)[0].globals)
-  if len(found) < len(buffers):
-    rest = (u for i, u in enumerate(buffers) if i not in found)
+    used = tuple(i - apart for i in program(_numbered(kernel, buffers, apart), renderer)[0].globals)
+  if len(used) < len(buffers):
+    rest = (u for i, u in enumerate(buffers) if i not in used)
     info, source, binary = program(_numbered(kernel.replace(src=(*kernel.src, *rest)), buffers), renderer)
   globals_, outs, ins = (tuple(buffers[i].arg.slot for i in x) for x in (info.globals, info.outs, info.ins))
   info = replace(info, globals=globals_, outs=tuple(sorted({*outs, *_written(kernel)})), ins=ins)

@@ -82,11 +82,11 @@ class Store:
       if "no such table" in str(error):
         return []
       raise
-    found = []
+    entries = []
     for (value,) in rows:
       with contextlib.suppress(Exception):  # a damaged pickle may raise anything
-        found.append(_checked(pickle.loads(value)))
-    return [entry for entry in found if entry is not None]
+        entries.append(_checked(pickle.loads(value)))
+    return [entry for entry in entries if entry is not None]
 
   def clear(self) -> int:
     """Remove all entries; return their number."""

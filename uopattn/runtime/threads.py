@@ -101,11 +101,11 @@ class Team:
     self._shared = _Shared(inside=_CLOSED, workers=workers, **libc)
     self._shared.bell = _semaphore(ctypes.addressof(self._shared) + _Shared.semaphore.offset)
     self._core = -1  # the caller's core, which the workers avoid
-    given = (ctypes.byref(self._shared), None, _SERVE)
+    worker_args = (ctypes.byref(self._shared), None, _SERVE)
     self._threads: list[threading.Thread] = []
     atexit.register(self._stop)
     for i in range(workers):
-      thread = threading.Thread(target=self._enter, args=given, name=f"uopattn-{i}", daemon=True)
+      thread = threading.Thread(target=self._enter, args=worker_args, name=f"uopattn-{i}", daemon=True)
       thread.start()
       self._threads.append(thread)
 
@@ -173,11 +173,11 @@ def _semaphore(place: int) -> int:
   # those that argtypes does not list, in other places than the rest.
   sem_open, name = _LIBC.sem_open, f"/uopattn-{os.getpid()}-{secrets.token_hex(4)}".encode()
   sem_open.argtypes, sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-  found = sem_open(name, os.O_CREAT | os.O_EXCL, ctypes.c_int(0o600), ctypes.c_uint(0))
-  if found in _NO_SEMAPHORE:
+  address = sem_open(name, os.O_CREAT | os.O_EXCL, ctypes.c_int(0o600), ctypes.c_uint(0))
+  if address in _NO_SEMAPHORE:
     return 0
   _LIBC.sem_unlink(name)  # it is open already
-  return cast(int, found)
+  return cast(int, address)
 
 
 def _core() -> int:
@@ -223,8 +223,8 @@ class ThreadedProgram(CPUProgram):
     most: the most threads to use.
   """
 
-  def __init__(self, most: int, *given: Any):
-    super().__init__(*given)
+  def __init__(self, most: int, *args: Any):
+    super().__init__(*args)
     self.most = most
     team(usable_cores() - 1)  # created by the thread that compiles, for which tinygrad's database is open
 

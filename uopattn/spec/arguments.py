@@ -98,14 +98,14 @@ def check_mask(name: str, mask: object, sizes: Sizes) -> None:
 
 
 def check_window(name: str, window: object, sizes: Sizes) -> None:
-  given = f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window)
+  window_repr = f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window)
   if not isinstance(window, tuple) or len(window) != 2:
-    raise TypeError(f"window is {given}; it must be (left, right), each an int or None, or None")
+    raise TypeError(f"window is {window_repr}; it must be (left, right), each an int or None, or None")
   for side in window:
     if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-      raise TypeError(f"window is {given}; its sides must be ints or None")
+      raise TypeError(f"window is {window_repr}; its sides must be ints or None")
     if side is not None and not 0 <= side <= WIDEST:
-      raise ValueError(f"window is {given}; its sides must be from 0 to {WIDEST}, and None is no bound")
+      raise ValueError(f"window is {window_repr}; its sides must be from 0 to {WIDEST}, and None is no bound")
 
 
 def check_place(name: str, x: object, B: int | None = None) -> None:
@@ -115,10 +115,10 @@ def check_place(name: str, x: object, B: int | None = None) -> None:
     return
   if not is_place(x):
     free = [u.expr for u in in_kernel(x).toposort() if u.is_variable] if isinstance(x, UOp) else []
-    given = f"has no value for the Variable {free[0]}, call .bind(value)" if free else f"is {described(x)}"
-    given = f"is a UOp of dtype {dtype_name(x.dtype)}" if isinstance(x, UOp) and not free else given
+    problem = f"has no value for the Variable {free[0]}, call .bind(value)" if free else f"is {described(x)}"
+    problem = f"is a UOp of dtype {dtype_name(x.dtype)}" if isinstance(x, UOp) and not free else problem
     tensor = "" if B is None else f", or a ({B},) integer Tensor"
-    raise TypeError(f"{name} {given}; accepted are an int, a bound Variable or an expression of such{tensor}")
+    raise TypeError(f"{name} {problem}; accepted are an int, a bound Variable or an expression of such{tensor}")
   for u in in_kernel(x).toposort() if isinstance(x, UOp) else ():
     if u.dtype != dtypes.void and (u.vmin < dtypes.int32.min or u.vmax > dtypes.int32.max):
       raise ValueError(f"{name} is made of Variables, by way of {u.vmin} to {u.vmax}; it must stay within int32")
@@ -136,12 +136,12 @@ def number(name: str, value: object) -> float:
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     raise TypeError(f"{name} is {described(value)}; it must be a number")
   try:
-    found = float(value)
+    as_float = float(value)
   except OverflowError:  # of an int
-    found = math.inf
-  if not math.isfinite(found):
-    raise ValueError(f"{name} is {found}; it must be finite")
-  return found
+    as_float = math.inf
+  if not math.isfinite(as_float):
+    raise ValueError(f"{name} is {as_float}; it must be finite")
+  return as_float
 
 
 def as_place(x: int | UOp | Tensor) -> list[Tensor]:
@@ -353,7 +353,7 @@ class Arguments:
 
   def check(self, sizes: Sizes, device: object) -> None:
     """Raise TypeError or ValueError if an argument does not fit the sizes, or a Tensor is not on the device."""
-    for name, declared, value in self.given:
+    for name, declared, value in self.active:
       declared.check(name, value, sizes)
       for x in value if isinstance(value, tuple) else (value.counts if name == "block_mask" else value,):
         moved = name == "block_mask" and isinstance(device, tuple)  # see `BlockMask.on`
@@ -364,11 +364,11 @@ class Arguments:
 
   def settled(self, device: str | tuple[str, ...] | None) -> "Arguments":
     """Return a copy with constants moved to the device, and with positions and lengths that fit int32."""
-    found = {name: placed(declared.settle(placed(value, device)), device) for name, declared, value in self.given}
-    return replace(self, **found)
+    settled = {name: placed(declared.settle(placed(value, device)), device) for name, declared, value in self.active}
+    return replace(self, **settled)
 
   @functools.cached_property
-  def given(self) -> list[tuple[str, Argument, Any]]:
+  def active(self) -> list[tuple[str, Argument, Any]]:
     """The arguments in use: name, declaration and value."""
     values = ((name, declared, getattr(self, name)) for name, declared in ARGUMENTS.items())
     return [(name, x, value) for name, x, value in values if value is not None or x.default is not None]
@@ -380,33 +380,33 @@ class Arguments:
 
   def in_use(self) -> tuple[str, ...]:
     """Return the features that a kernel must support; every kernel supports every rule in `masks`."""
-    used = ((name, x.feature) for name, x, value in self.given if x.is_used(value) and not x.mask(value))
+    used = ((name, x.feature) for name, x, value in self.active if x.is_used(value) and not x.mask(value))
     return tuple(name if feature is None else feature for name, feature in used if feature != "")
 
   def masks(self) -> tuple[Range, ...]:
     """Return the rules that limit a query to a range of keys."""
-    return merged(tuple(rule for _, x, value in self.given for rule in x.mask(value)))
+    return merged(tuple(rule for _, x, value in self.active for rule in x.mask(value)))
 
   def without_masks(self) -> "Arguments":
     """Return the arguments that give no rule in `masks`."""
-    return replace(self, **{name: x.default for name, x, value in self.given if x.mask(value)})
+    return replace(self, **{name: x.default for name, x, value in self.active if x.mask(value)})
 
   def tensors(self) -> list[tuple[str, Tensor]]:
     """Return the Tensors as kernels take them, each with the name of its argument."""
-    return [(name, x) for name, declared, value in self.given for x in declared.tensors(value)]
+    return [(name, x) for name, declared, value in self.active for x in declared.tensors(value)]
 
   def buffers(self) -> dict[str, list[Tensor]]:
     """Return the Tensors as kernels take them, contiguous, grouped by the name of their argument."""
-    forms = ((name, declared.tensors(value)) for name, declared, value in self.given)
+    forms = ((name, declared.tensors(value)) for name, declared, value in self.active)
     return {name: [x.contiguous() for x in xs] for name, xs in forms if xs}
 
   def with_tensors(self, tensors: Iterable[Tensor]) -> "Arguments":
     """Return a copy with other Tensors in the place of those of `tensors`; except those of a block mask."""
-    found, left = dict[str, Any](), iter(tensors)
-    for name, declared, value in self.given:
+    changes, left = dict[str, Any](), iter(tensors)
+    for name, declared, value in self.active:
       if name != "block_mask" and (xs := tuple(next(left) for _ in declared.tensors(value))):
-        found[name] = xs if isinstance(value, tuple) else xs[0]
-    return replace(self, **found)
+        changes[name] = xs if isinstance(value, tuple) else xs[0]
+    return replace(self, **changes)
 
   def detached(self) -> "Arguments":
     """Return a copy with each Tensor, as kernels take it, detached; except those of a block mask."""
@@ -414,7 +414,7 @@ class Arguments:
 
   def variables(self) -> tuple[UOp, ...]:
     """Return the distinct bound Variables, without those of only one possible value: tinygrad makes them constants."""
-    places = (value for _, _, value in self.given if isinstance(value, UOp))
+    places = (value for _, _, value in self.active if isinstance(value, UOp))
     return tuple(dict.fromkeys(v for x in places for v in bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
 
 

@@ -79,8 +79,8 @@ def base_of(x: UOp) -> UOp:
 def layout_of(x: UOp) -> Layout | None:
   """The layout of x in `base_of(x)`; None if x is no strided view of it, for example after pads and some reshapes."""
   base = base_of(x)
-  found = _strided(x, base)
-  return None if found is None else Layout(math.prod(sizes(base)), *found)
+  offset_and_strides = _strided(x, base)
+  return None if offset_and_strides is None else Layout(math.prod(sizes(base)), *offset_and_strides)
 
 
 def strided(x: Tensor | UOp) -> Layout | None:
@@ -95,12 +95,12 @@ def starts_as(x: Tensor | UOp, part: Tensor | UOp) -> bool:
   whole, rows = (u.uop if isinstance(u, Tensor) else u for u in (x, part))
   if base_of(whole) is not base_of(rows) or sizes(rows)[-1] > sizes(whole)[-1]:
     return False
-  found = layout_of(whole), layout_of(rows)
-  if None in found or any(
-    x.shape[-1] > 1 and y.strides[-1] != 1 for x, y in zip((whole, rows), found, strict=True) if y
+  layouts = layout_of(whole), layout_of(rows)
+  if None in layouts or any(
+    x.shape[-1] > 1 and y.strides[-1] != 1 for x, y in zip((whole, rows), layouts, strict=True) if y
   ):
     return False
-  a, b = cast(tuple[Layout, Layout], found)
+  a, b = cast(tuple[Layout, Layout], layouts)
   return (a.offset, a.strides[:-1]) == (b.offset, b.strides[:-1])
 
 
@@ -110,10 +110,10 @@ def _strided(x: UOp, base: UOp) -> tuple[int, tuple[int, ...]] | None:
     return None
   if x is base:
     return 0, contiguous_strides(sizes(x))
-  found = _strided(x.src[0], base)
-  if found is None or x.op is Ops.DETACH:
-    return found
-  offset, strides = found
+  of_source = _strided(x.src[0], base)
+  if of_source is None or x.op is Ops.DETACH:
+    return of_source
+  offset, strides = of_source
   match x.op:
     case Ops.RESHAPE:
       reshaped = _reshaped(sizes(x.src[0]), strides, sizes(x))
@@ -196,8 +196,8 @@ def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
   buffers = k.uop.has_buffer_identity(after_ok=True) or v.uop.has_buffer_identity(after_ok=True)
   if buffers or 0 in k.shape or 0 in v.shape:
     return k, v
-  found = _distinct(k, 1), _distinct(v, 1)
-  return found if found[0].shape[1] == found[1].shape[1] else (k, v)
+  distinct = _distinct(k, 1), _distinct(v, 1)
+  return distinct if distinct[0].shape[1] == distinct[1].shape[1] else (k, v)
 
 
 def _distinct(x: Tensor, axis: int) -> Tensor:

@@ -76,13 +76,13 @@ def pieces(part: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> T
 
 def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
   """Return `pieces`, each from its own Tensor."""
-  devices, found = devices_of(parts[0].device), []
+  devices, local_pieces = devices_of(parts[0].device), []
   for part, device, (source, first, count) in zip(parts, devices, wanted, strict=True):
     bounds = tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(sizes(part)))
     # Cut on all devices: tinygrad 0.14 cannot cut what it has selected if something else reads all of it.
     piece = part.uop.shrink(bounds).contiguous().mselect(source)
-    found.append(piece if devices[source] == device else piece.copy_to_device(device))
-  return Tensor(UOp.mstack(*found))
+    local_pieces.append(piece if devices[source] == device else piece.copy_to_device(device))
+  return Tensor(UOp.mstack(*local_pieces))
 
 
 def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:

@@ -73,8 +73,10 @@ class AttentionSpec(Problem):
   def bias_dtype(self) -> DType:
     """That of an additive mask if its elements are those of pairs, of which each has its own sum; else float32."""
     is_final = self.bias is not None and self.bias.read is None and self.bias.places is Places.PAIRS
-    found = [x.dtype for x in self.inputs if x.name == "attn_mask" and x.dtype in DTYPES_16_32] if is_final else []
-    return found[0] if found else dtypes.float32
+    mask_dtypes = (
+      [x.dtype for x in self.inputs if x.name == "attn_mask" and x.dtype in DTYPES_16_32] if is_final else []
+    )
+    return mask_dtypes[0] if mask_dtypes else dtypes.float32
 
   @property
   def moves(self) -> bool:
@@ -105,10 +107,10 @@ class AttentionSpec(Problem):
 
   def packed(self, heads: int) -> Self:
     """The spec after GQA packing, with q's layout as the kernel sees it."""
-    found = super().packed(heads)
+    packed = super().packed(heads)
     if heads == 1:
-      return found
-    return replace(found, layouts=tuple((n, x.packed(heads, self.M) if n == "q" else x) for n, x in self.layouts))
+      return packed
+    return replace(packed, layouts=tuple((n, x.packed(heads, self.M) if n == "q" else x) for n, x in self.layouts))
 
   @property
   def fits_tensor_maps(self) -> bool:
@@ -206,10 +208,10 @@ def layouts(of_output: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> tupl
   If the heads of each query are adjacent in q's buffer, so are they in the output's, as in PyTorch. Then the usual next
   step of models, `out.transpose(1, 2).reshape(B, M, -1)`, is a view of the output's buffer too.
   """
-  found = {name: x for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x}
-  if "q" in found and heads_last(found["q"]):
-    found |= dict.fromkeys(("o", "do"), with_heads_last(of_output))
-  return tuple(found.items())
+  by_name = {name: x for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x}
+  if "q" in by_name and heads_last(by_name["q"]):
+    by_name |= dict.fromkeys(("o", "do"), with_heads_last(of_output))
+  return tuple(by_name.items())
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> None:
@@ -242,8 +244,8 @@ def _check_dtypes(named: dict[str, Tensor], arguments: Arguments) -> None:
     stored = QUANTIZED_DTYPES if arguments.four is None else (dtypes.uchar,)
     for (name, x), accepted in zip(named.items(), (DTYPES_16_32, stored, (k.dtype,)), strict=True):
       if x.dtype not in accepted:
-        given = f"{name} has dtype {dtype_name(x.dtype)}"
-        raise TypeError(f"{given}; accepted with scales are {', '.join(map(dtype_name, accepted))}")
+        wrong_dtype = f"{name} has dtype {dtype_name(x.dtype)}"
+        raise TypeError(f"{wrong_dtype}; accepted with scales are {', '.join(map(dtype_name, accepted))}")
     return
   for name, x in named.items():
     if x.dtype not in OPERANDS:
@@ -265,5 +267,5 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, of_k: int) -> None:
   (*_, Dk), (P, Hkv, page_size, _) = sizes(q), sizes(k)
   for name, x, size in (("k_pages", k, Dk), ("v_pages", v, "Dv")):
     if x.shape[:3] != (P, Hkv, page_size) or size not in (of_k, "Dv"):
-      given = f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k.shape}"
-      raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {size})")
+      mismatch = f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k.shape}"
+      raise ValueError(f"{mismatch}; it must be ({P}, {Hkv}, {page_size}, {size})")

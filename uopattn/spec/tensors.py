@@ -65,12 +65,12 @@ def operands(symbolic: tuple[int, ...] = (), **named: object) -> tuple[Tensor, .
   Raises:
     TypeError, ValueError: see `check_tensor`.
   """
-  given = [check_tensor(name, x, symbolic) for name, x in named.items()]
-  device = next((x.device for x in given if x.device is not None), Device.DEFAULT)
-  strong = [x.dtype for x in given if x.dtype not in dtypes.weaks]
-  weak_float = any(x.dtype == dtypes.weakfloat for x in given)
+  tensors = [check_tensor(name, x, symbolic) for name, x in named.items()]
+  device = next((x.device for x in tensors if x.device is not None), Device.DEFAULT)
+  strong = [x.dtype for x in tensors if x.dtype not in dtypes.weaks]
+  weak_float = any(x.dtype == dtypes.weakfloat for x in tensors)
   dtype = strong[0] if strong else dtypes.default_float if weak_float else dtypes.default_int
-  return tuple(placed(x, device, dtype) for x in given)
+  return tuple(placed(x, device, dtype) for x in tensors)
 
 
 def promoted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, DType]:
@@ -78,10 +78,10 @@ def promoted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, D
 
   k and v of 16 bits stay as they are if q is float32: kernels on CPUs widen them as they read them.
   """
-  given = q.dtype, k.dtype, v.dtype
-  if all_same(given) or not all(x in OPERANDS for x in given):
+  operand_dtypes = q.dtype, k.dtype, v.dtype
+  if all_same(operand_dtypes) or not all(x in OPERANDS for x in operand_dtypes):
     return q, k, v, q.dtype
-  common, result = least_upper_dtype(*given), least_upper_dtype(q.dtype, v.dtype)
+  common, result = least_upper_dtype(*operand_dtypes), least_upper_dtype(q.dtype, v.dtype)
   if k.dtype != v.dtype or k.dtype not in DTYPES_16 or common != dtypes.float32:
     k, v = k.cast(common), v.cast(common)
   return q.cast(common), k, v, result
@@ -150,8 +150,8 @@ def check_dimensions(**named: Any) -> None:
   """Raise ValueError if some Tensors or UOps have three dimensions and others have four with more than one batch."""
   shapes = [x.shape for x in named.values()]
   if len(set(map(len, shapes))) > 1 and any(len(shape) == 4 and shape[0] != 1 for shape in shapes):
-    given = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
-    raise ValueError(f"{given}; all must have four dimensions, or all three")
+    named_shapes = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
+    raise ValueError(f"{named_shapes}; all must have four dimensions, or all three")
 
 
 def dtype_name(dtype: DType) -> str:

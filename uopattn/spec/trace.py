@@ -41,7 +41,7 @@ class Mod:
 
   def __call__(self, tables: tuple[Table, ...]) -> Callable[..., UOp]:
     """Return the function of UOps that a kernel calls; it reads `tables`."""
-    return lambda *given: _result(self.function(*map(Symbol, given), *map(Symbol, tables)), self.dtype)
+    return lambda *args: _result(self.function(*map(Symbol, args), *map(Symbol, tables)), self.dtype)
 
   def slope(self, tables: tuple[Table, ...], read: tuple[int, int]) -> Callable[..., UOp]:
     """Return (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative with respect to a number that is read.
@@ -51,8 +51,8 @@ class Mod:
     """
     of_table, number = read
 
-    def slope(*given: UOp) -> UOp:
-      *at, grad = given
+    def slope(*args: UOp) -> UOp:
+      *at, grad = args
       logs = tuple(Reads(x.buffer) for x in tables)
       self(logs)(*at)
 
@@ -93,11 +93,11 @@ class Reads(Table):
     self.number, self.by = number, by
 
   def __getitem__(self, index: int | UOp | tuple[int | UOp, ...]) -> UOp:
-    found, places = super().__getitem__(index), index if isinstance(index, tuple) else (index,)
+    element, places = super().__getitem__(index), index if isinstance(index, tuple) else (index,)
     self.indices.append(tuple(x if isinstance(x, UOp) else UOp.const(x) for x in places))
-    self.values.append(found)
+    self.values.append(element)
     replaced = self.by is not None and len(self.values) - 1 == self.number
-    return self.by.cast(self.dtype) if replaced and self.by is not None else found
+    return self.by.cast(self.dtype) if replaced and self.by is not None else element
 
 
 class Symbol:
@@ -111,8 +111,8 @@ class Symbol:
     self.value = value
 
   def __getattr__(self, name: str) -> Any:
-    found = getattr(self.value, name)
-    return (lambda *given, **named: _wrapped(found(*map(_bare, given), **named))) if callable(found) else found
+    attr = getattr(self.value, name)
+    return (lambda *args, **named: _wrapped(attr(*map(_bare, args), **named))) if callable(attr) else attr
 
   def __eq__(self, other: object) -> "Symbol":  # type: ignore[override]
     return Symbol(self.value.eq(_bare(other)))
@@ -139,7 +139,7 @@ class Symbol:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-  return lambda self, *given: _wrapped(getattr(self.value, name)(*map(_bare, given)))
+  return lambda self, *args: _wrapped(getattr(self.value, name)(*map(_bare, args)))
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -155,9 +155,9 @@ def _wrapped(x: Any) -> Any:
   return Symbol(x) if isinstance(x, (UOp, Tensor)) else x
 
 
-def of_tensors(function: Callable[..., Any], *given: Any) -> Any:
+def of_tensors(function: Callable[..., Any], *args: Any) -> Any:
   """Call a mod with Tensors wrapped as symbols, so that it may use the same operators as in a kernel."""
-  return _bare(function(*map(Symbol, given)))
+  return _bare(function(*map(Symbol, args)))
 
 
 def trace_mod(

@@ -91,13 +91,13 @@ class Inputs:
     if isinstance(stored, FourBits):
       arguments["four"] = stored
       numbers = of_tensor(Tensor(k), stored).numpy(), of_tensor(Tensor(v), stored).numpy()
-    found = cls(sizes, device, random, q_, k_, v_, (q, *numbers), (k, v), arguments, bias=bias)
+    inputs = cls(sizes, device, random, q_, k_, v_, (q, *numbers), (k, v), arguments, bias=bias)
     for feature in features:
       name, _, detail = feature.partition(" ")
-      FEATURES[name](found, detail)
-    if found.masks:
-      found.rules["mask_mod"] = lambda b, h, i, j, *aux: np.logical_and.reduce([x(b, h, i, j) for x in found.masks])
-    return found
+      FEATURES[name](inputs, detail)
+    if inputs.masks:
+      inputs.rules["mask_mod"] = lambda b, h, i, j, *aux: np.logical_and.reduce([x(b, h, i, j) for x in inputs.masks])
+    return inputs
 
   def tensor(self, array: Array, dtype: DType) -> Tensor:
     return tensor(array, dtype, self.device)
@@ -106,9 +106,9 @@ class Inputs:
 def _keys(shape: tuple[int, ...], dtype: DType, random: np.random.Generator, device: str) -> Array:
   """Return keys or values; normal ones, or with int8 and 4 bits as the scales of `_scales` expect them."""
   if isinstance(dtype, FourBits):  # any elements, and scales of groups from 1/4 to 4
-    found = random.integers(0, 256, (*shape[:3], columns_in(shape[3])))
-    found[..., shape[3] // 2 :] = random.integers(0x28, 0x48, found[..., shape[3] // 2 :].shape)
-    return found.astype(np.float32)
+    rows = random.integers(0, 256, (*shape[:3], columns_in(shape[3])))
+    rows[..., shape[3] // 2 :] = random.integers(0x28, 0x48, rows[..., shape[3] // 2 :].shape)
+    return rows.astype(np.float32)
   if dtype == dtypes.int8:
     return random.integers(-127, 128, shape).astype(np.float32)
   return normal(shape, dtype, random, device)
@@ -183,9 +183,9 @@ def _score_mod(x: Inputs, detail: str) -> None:
     _biased_score_mod(x, x.bias)
     return
   table = x.random.standard_normal((x.sizes[1], COLUMNS)).astype(np.float32)
-  given = {"score_mod": lambda score, b, h, i, j, table: score + table[h, j % COLUMNS]}
-  x.arguments |= given | {"aux": (x.tensor(table, dtypes.float32),)}
-  x.rules |= given | {"aux": (table,)}
+  kwargs = {"score_mod": lambda score, b, h, i, j, table: score + table[h, j % COLUMNS]}
+  x.arguments |= kwargs | {"aux": (x.tensor(table, dtypes.float32),)}
+  x.rules |= kwargs | {"aux": (table,)}
 
 
 def _biased_score_mod(x: Inputs, bias: Bias) -> None:
@@ -234,10 +234,10 @@ def _bounds(x: Inputs, detail: str) -> None:
   """Two sequences one after another, as `attention_varlen` packs them, with a causal mask in each."""
   M, N = x.sizes[3:5]
   of_q, of_k = ([0, n // 3, n] for n in (M, N))
-  ends_q, ends_k = (x.tensor(np.array(given), dtypes.int) for given in (of_q, of_k))
+  ends_q, ends_k = (x.tensor(np.array(ends), dtypes.int) for ends in (of_q, of_k))
   x.arguments["bounds"] = key_bounds(ends_q, ends_k, M, N, Window.of(None, 0), 0)
   i, j = np.arange(M), np.arange(N)
-  own_q, own_k = (np.searchsorted(given[1:], at, side="right") for given, at in ((of_q, i), (of_k, j)))
+  own_q, own_k = (np.searchsorted(ends[1:], at, side="right") for ends, at in ((of_q, i), (of_k, j)))
   within_q, within_k = i - np.array(of_q)[own_q], j - np.array(of_k)[own_k]
   seen = (own_q[:, None] == own_k) & (within_k <= within_q[:, None])
   x.masks.append(lambda b, h, i, j: seen[i, j])

@@ -39,13 +39,13 @@ def against(launches: tuple[Launch, ...], device: str, backward: bool) -> str:
     return ""
   place = launches, device, repr(DEV)
   if place not in _KNOWN:
-    found = _verdict(launches, device, backward)
-    if found is None:
+    why_not = _verdict(launches, device, backward)
+    if why_not is None:
       return (
         f"{launches[0].schedule.name} has not been checked on this machine, and cannot be in a TinyJit's capture or a "
         "function: call it once outside"
       )
-    _KNOWN[place] = found
+    _KNOWN[place] = why_not
   return _KNOWN[place]
 
 
@@ -114,16 +114,16 @@ def _checked(probe: "Probe", device: str, key: Entry) -> Entry | None:
 
   log.info("uopattn.check: a first use on this machine is checked: %s", probe)
   with Apart(device) as apart:
-    found = apart.outcome(probe)
-  if found.verdict == UNAVAILABLE:  # as where one process alone may use a device: then this one
+    probe_outcome = apart.outcome(probe)
+  if probe_outcome.verdict == UNAVAILABLE:  # as where one process alone may use a device: then this one
     if capturing or in_function():
       return None
-    log.info("uopattn.check: in this process, because another one cannot: %s", found.reason)
+    log.info("uopattn.check: in this process, because another one cannot: %s", probe_outcome.reason)
     VERDICTS.write(_entry(key, DIED, "the process that checked it died"))  # what is read if this one does
-    found = outcome(probe, device)
-  entry = _entry(key, found.verdict, found.reason)
+    probe_outcome = outcome(probe, device)
+  entry = _entry(key, probe_outcome.verdict, probe_outcome.reason)
   VERDICTS.write(entry)
-  log.info("uopattn.check: %s after %.1f s: %s", found.verdict, found.seconds, probe)
+  log.info("uopattn.check: %s after %.1f s: %s", probe_outcome.verdict, probe_outcome.seconds, probe)
   return entry
 
 

@@ -55,23 +55,23 @@ def outcome(probe: Probe, device: str, compiled: Callable[[], None] = lambda: No
   """Run a probe in this process; `compiled` is called between compiling and running, where they are apart."""
   start = time.perf_counter()
 
-  def found(verdict: str, why: str = "", errors: dict[str, float] | None = None) -> Outcome:
+  def outcome_of(verdict: str, why: str = "", errors: dict[str, float] | None = None) -> Outcome:
     return Outcome(verdict, why, errors, time.perf_counter() - start)
 
   try:
     prepared = probe.prepare(device)
   except NoKernel as error:
-    return found(UNSERVED, reason(error))
+    return outcome_of(UNSERVED, reason(error))
   except Exception as error:  # of memory, of a driver
-    return found(UNAVAILABLE, reason(error))
+    return outcome_of(UNAVAILABLE, reason(error))
   try:
     if prepared.compile():
       compiled()
     reports = prepared.reports()
   except Exception as error:  # a compiler, or a driver, may raise anything
-    return found(FAILS, reason(error))
+    return outcome_of(FAILS, reason(error))
   wrong = [_shortly(x) for x in reports if not x.correct]
-  return found(WRONG if wrong else RIGHT, "; ".join(wrong), {x.name: x.relative for x in reports})
+  return outcome_of(WRONG if wrong else RIGHT, "; ".join(wrong), {x.name: x.relative for x in reports})
 
 
 def _shortly(x: Report) -> str:
@@ -114,8 +114,8 @@ class Apart:
     answer = self._ask({"speed": [kernel, backward]}, SPEED_LIMIT)
     if isinstance(answer, Outcome):
       return {"reason": f"{answer.verdict}: {answer.reason}"}
-    found: dict[str, Any] | None = answer["speed"]
-    return found
+    speed: dict[str, Any] | None = answer["speed"]
+    return speed
 
   def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any] | Outcome:
     """Send a request; return the answer, or what happened in its place."""
@@ -212,10 +212,10 @@ def outcomes(probes: list[Probe], device: str, jobs: int) -> Iterator[tuple[Prob
     def run(probe: Probe) -> Outcome:
       if not lone.acquire(blocking=False):
         apart = idle.get()
-        found = apart.outcome(probe)
+        probe_outcome = apart.outcome(probe)
         idle.put(apart)
-        if found.verdict != UNAVAILABLE:
-          return found
+        if probe_outcome.verdict != UNAVAILABLE:
+          return probe_outcome
         lone.acquire()
       try:
         return every[0].outcome(probe)

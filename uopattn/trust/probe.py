@@ -137,13 +137,13 @@ class Probe:
     made = [Launch(schedule, x, spec, pack_gqa=self.pack_gqa, splits=self.splits) for x in schedule.kernels]
     assert schedule.tiles is not None
     tiles = self.tiles if len(self.tiles) == len(made) else self.tiles[-1:] * len(made)
-    return tuple(replace(x, tiles=_tiles(schedule.tiles, given)) for x, given in zip(made, tiles, strict=True))
+    return tuple(replace(x, tiles=_tiles(schedule.tiles, fields)) for x, fields in zip(made, tiles, strict=True))
 
 
-def _tiles(kind: type, given: dict[str, Any]) -> Any:
+def _tiles(kind: type, fields: dict[str, Any]) -> Any:
   """Return tiles with these fields, of which one may be tiles, too."""
   return kind(
-    **{name: _tiles(get_type_hints(kind)[name], x) if isinstance(x, dict) else x for name, x in given.items()}
+    **{name: _tiles(get_type_hints(kind)[name], x) if isinstance(x, dict) else x for name, x in fields.items()}
   )
 
 
@@ -175,26 +175,26 @@ def _block(launch: Launch) -> tuple[int, int]:
 def features_of(s: AttentionSpec) -> tuple[str, ...]:
   """Return the features of an attention as probes name them."""
   inputs = {x.name: x for x in s.inputs}
-  found = [name for name in s.features if name not in DETAILS]
-  found += [f"{name} {_kind(getattr(s, name))}" for name in ("q_start", "kv_lengths") if name in s.features]
+  features = [name for name in s.features if name not in DETAILS]
+  features += [f"{name} {_kind(getattr(s, name))}" for name in ("q_start", "kv_lengths") if name in s.features]
   if "attn_mask" in s.features:
-    given = inputs["attn_mask"]
-    axes = "".join(name if n > 1 else "-" for name, n in zip("bhmn", given.shape, strict=True))
-    found.append(f"attn_mask {dtype_name(given.dtype)} {axes}")
+    attn_mask = inputs["attn_mask"]
+    axes = "".join(name if n > 1 else "-" for name, n in zip("bhmn", attn_mask.shape, strict=True))
+    features.append(f"attn_mask {dtype_name(attn_mask.dtype)} {axes}")
   for mask in s.masks if "bounds" not in s.features else ():
     sides = {"left": mask.has_first, "right": mask.has_last}
-    found.append(
+    features.append(
       "is_causal" if mask.is_causal and not mask.has_first else f"window {'+'.join(x for x in sides if sides[x])}"
     )
   if s.is_causal and "q_start" not in s.features and s.q_start:
-    found.append("q_start int")
+    features.append("q_start int")
   if s.pages is not None and "page_table" in s.features:
-    found.append(f"page_table {s.pages[1]}")
+    features.append(f"page_table {s.pages[1]}")
   views = "qk" if s.values_in_keys else "qkv"
   if moved := "".join(name for name, _ in s.layouts if name in views):
-    found.append(f"heads_last {moved}")
-  found += [name for name in ("values_in_keys", "tf32") if getattr(s, name)]
-  return tuple(sorted(dict.fromkeys(found)))
+    features.append(f"heads_last {moved}")
+  features += [name for name in ("values_in_keys", "tf32") if getattr(s, name)]
+  return tuple(sorted(dict.fromkeys(features)))
 
 
 def _kind(place: Any) -> str:
@@ -282,9 +282,9 @@ class Prepared:
 
   def _backward(self) -> list[Report]:
     """Check the gradients, given the output and the LSE of the oracle."""
-    found = by_kernels(self.launches, self._residuals(*self._oracle()), self.arguments, self._poisoned(self.launches))
-    Tensor.realize(*found)
-    dq, *of_keys = map(numpy, found)
+    grads = by_kernels(self.launches, self._residuals(*self._oracle()), self.arguments, self._poisoned(self.launches))
+    Tensor.realize(*grads)
+    dq, *of_keys = map(numpy, grads)
     if self.arguments.indices is not None and target_of(self.device).device == "CPU":  # others have them by sequences
       of_keys = [of_sequences(x, self.arguments.indices[0].numpy()) for x in of_keys]
     return self.gradient_gate.reports(**dict(zip("qkv", (dq, *of_keys), strict=True)))
@@ -294,10 +294,10 @@ class Prepared:
     (launch,), (out, lse) = self.launches, self._oracle()
     delta = np.where(np.isinf(lse), 0, (out * self.do).sum(-1) - self.dlse)
     residuals = replace(self._residuals(out, lse), delta=self._tensor(delta, dtypes.float32))
-    given = residuals.given(self.arguments) | {"first": [tensor(np.array([self.first]), dtypes.int, self.device)]}
-    given |= self._poisoned(self.launches)
-    found = launch.run(self.device, given, self.arguments.variables(), no_further)["dbias"]
-    return [self.bias_gate.report(numpy(summed(found, BiasWork.of(self.spec, launch.tiles))))]
+    operands = residuals.buffers(self.arguments) | {"first": [tensor(np.array([self.first]), dtypes.int, self.device)]}
+    operands |= self._poisoned(self.launches)
+    dbias = launch.run(self.device, operands, self.arguments.variables(), no_further)["dbias"]
+    return [self.bias_gate.report(numpy(summed(dbias, BiasWork.of(self.spec, launch.tiles))))]
 
   def _oracle(self) -> tuple[Array, Array]:
     """Return the output and the LSE of the oracle."""
@@ -315,9 +315,9 @@ class Prepared:
   def _poisoned(self, launches: Sequence[Launch]) -> dict[str, list[Tensor]]:
     """Return buffers for the results of kernels, full of NaN, so that elements which a kernel does not write show."""
     written = {y.name: y for x in launches for y in x.buffers() if y.name in x.kernel.outputs}
-    found = {name: Tensor.empty(*y.shape, dtype=y.dtype, device=self.device) for name, y in written.items()}
-    poison(found.values())
-    return {name: [x] for name, x in found.items()}
+    buffers = {name: Tensor.empty(*y.shape, dtype=y.dtype, device=self.device) for name, y in written.items()}
+    poison(buffers.values())
+    return {name: [x] for name, x in buffers.items()}
 
   def _as_stored(self, out: Tensor) -> Tensor:
     """Return the output as kernels store it."""

@@ -44,17 +44,17 @@ class Kernel:
   probes: list[dict[str, Any]] = field(default_factory=list)
   speed: dict[str, Any] = field(default_factory=dict)
 
-  def add(self, probe: Probe, found: Outcome) -> None:
+  def add(self, probe: Probe, outcome: Outcome) -> None:
     """Add a probe, unless the kernel does not serve it."""
-    if found.verdict == UNSERVED:
+    if outcome.verdict == UNSERVED:
       return
-    errors = {name: x if math.isfinite(x) else None for name, x in (found.errors or {}).items()}
-    record = asdict(found) | {"reason": without_private(found.reason), "errors": errors}
+    errors = {name: x if math.isfinite(x) else None for name, x in (outcome.errors or {}).items()}
+    record = asdict(outcome) | {"reason": without_private(outcome.reason), "errors": errors}
     self.probes.append({"probe": asdict(probe), **record})
 
-  def add_speed(self, found: dict[str, Any]) -> None:
+  def add_speed(self, speed: dict[str, Any]) -> None:
     """Add what was measured, or why nothing could be."""
-    self.speed = {name: without_private(x) if name == "reason" else x for name, x in found.items()}
+    self.speed = {name: without_private(x) if name == "reason" else x for name, x in speed.items()}
 
   @property
   def counts(self) -> Counter[str]:
@@ -182,9 +182,9 @@ class Report:
 def compared(a: Report, b: Report) -> str:
   """Return two reports side by side: right and wrong probes of each kernel, and the ratio of their speeds."""
   rows = [["kernel", "pass", "right", "wrong", "GFLOP/s", "right", "wrong", "GFLOP/s", "second / first"]]
-  found = [{(x.name, x.backward): x for x in report.kernels if x.probes} for report in (a, b)]
-  for name, backward in dict.fromkeys([*found[0], *found[1]]):
-    both = [x.get((name, backward)) for x in found]
+  kernels = [{(x.name, x.backward): x for x in report.kernels if x.probes} for report in (a, b)]
+  for name, backward in dict.fromkeys([*kernels[0], *kernels[1]]):
+    both = [x.get((name, backward)) for x in kernels]
     cells = [["-"] * 3 if x is None else [*x.row()[2:4], x.row()[5]] for x in both]
     speeds = [None if x is None else x.speed.get("uopattn") for x in both]
     ratio = "-" if None in speeds else f"{speeds[1] / speeds[0]:.2f}"  # type: ignore[operator]

@@ -93,7 +93,7 @@ def _timed(
     )
     residuals = replace(residuals, delta=residuals.delta.realize())
     if spec.bias is not None:
-      add("uopattn", lambda: launches[0].run(device, residuals.given(arguments), gradient=no_further).values())
+      add("uopattn", lambda: launches[0].run(device, residuals.buffers(arguments), gradient=no_further).values())
     else:
       add("uopattn", lambda: by_kernels(launches, residuals, arguments))
   else:

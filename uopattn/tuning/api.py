@@ -163,8 +163,8 @@ def warm(what: Shape | Iterable[Shape], device: str | None = None, *, backward: 
 
   device = Device.canonicalize(device)
   cases = [Case.of(spec, device, x) for spec in _specs(what, device) for x in ((False, True) if backward else (False,))]
-  found = [(case, _measured(case.spec, device, case.backward)) for case in cases]
-  jobs = [(case, None if launches is None else choice(launches)) for case, launches in found]
+  measured = [(case, _measured(case.spec, device, case.backward)) for case in cases]
+  jobs = [(case, None if launches is None else choice(launches)) for case, launches in measured]
   compile_all(jobs)
   launches = list(dict.fromkeys(x for job in jobs for x in kernels_of(job)))
   for launch in tqdm(launches, desc="loading kernels", disable=None):
@@ -177,16 +177,16 @@ def _specs(what: Shape | Iterable[Shape], device: str) -> list[AttentionSpec]:
   from uopattn.measure.program import Usage
 
   shapes = [what] if isinstance(what, str | Mapping | AttentionSpec) else list(what)
-  found = []
+  specs = []
   for shape in shapes:
     if isinstance(shape, AttentionSpec):
-      found.append(replace(shape, return_lse=True))  # as `attention` launches it
+      specs.append(replace(shape, return_lse=True))  # as `attention` launches it
       continue
     if not isinstance(shape, str | Mapping):
       raise TypeError(f"what holds {shape!r}; it must be text such as 'N=1024 D=64', a dict of such keys, or a spec")
     words = shape.split() if isinstance(shape, str) else [f"{key}={value}" for key, value in shape.items()]
     try:
-      found.append(parse_attention(words).spec(device))
+      specs.append(parse_attention(words).spec(device))
     except Usage as error:
       raise ValueError(f"what: {error}") from error
-  return found
+  return specs

@@ -29,15 +29,15 @@ tinygrad's DEV chooses the device, otherwise the first that has kernels."""
 
 def configs(words: Sequence[str]) -> list[Config]:
   """Return the attentions of the command line: one of KEY=VALUE words, and those of each file."""
-  found: list[Config] = []
+  attentions: list[Config] = []
   keys = [word for word in words if "=" in word]
   for path in (word for word in words if "=" not in word):
     try:
       lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
       raise Usage(f"{path!r} is neither KEY=VALUE nor a file of such: {error}") from error
-    found += [parse_attention(text.split()) for text in (line.partition("#")[0] for line in lines) if text.strip()]
-  return found + ([parse_attention(keys)] if keys or not found else [])
+    attentions += [parse_attention(text.split()) for text in (line.partition("#")[0] for line in lines) if text.strip()]
+  return attentions + ([parse_attention(keys)] if keys or not attentions else [])
 
 
 def row(result: Result) -> str:
@@ -98,22 +98,22 @@ def main() -> int:
   parser.add_argument("--export", metavar="FILE", help="write all that is known to a file, at the end")
   parser.add_argument("--load", metavar="FILE", help="add a file's entries to what is known, at the beginning")
   parser.add_argument("--clear", action="store_true", help="forget all that is known first")
-  given = parser.parse_args()
+  args = parser.parse_args()
 
   def job() -> int:
-    if given.export:
-      check_writable(f"--export {given.export}", given.export)
-    if given.clear:
+    if args.export:
+      check_writable(f"--export {args.export}", args.export)
+    if args.clear:
       print(f"forgot {tune.clear()} entries")
-    if given.load:
+    if args.load:
       try:
-        print(f"loaded {tune.load(given.load)} entries")
+        print(f"loaded {tune.load(args.load)} entries")
       except OSError as error:
-        raise Usage(f"--load {given.load}: {error.strerror}") from error
-    only_files = not given.words and (given.clear or given.load or given.export)
-    status = 0 if only_files else run(given.words, given.again, given.backward)
-    if given.export:
-      print(f"wrote {tune.export(given.export)} entries")
+        raise Usage(f"--load {args.load}: {error.strerror}") from error
+    only_files = not args.words and (args.clear or args.load or args.export)
+    status = 0 if only_files else run(args.words, args.again, args.backward)
+    if args.export:
+      print(f"wrote {tune.export(args.export)} entries")
     return status
 
   return exit_status("uopattn.tune", job)

@@ -64,7 +64,7 @@ def _build(dev: str, job: Job) -> None:
 def kernels_of(job: Job) -> list[Launch]:
   """Return all kernels of a forward pass, or of a backward pass. Raises NoKernel."""
   case, choice = job
-  found = (None if choice is None else case.launches(choice)) or case.model()
+  launches = (None if choice is None else case.launches(choice)) or case.model()
   if not case.backward:
-    return list(stages(found[0]))
-  return [*found, delta_launch(case.spec, case.target, False), *sums_launches(found)]
+    return list(stages(launches[0]))
+  return [*launches, delta_launch(case.spec, case.target, False), *sums_launches(launches)]

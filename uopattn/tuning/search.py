@@ -135,8 +135,8 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
     NoKernel: no kernel serves the attention.
   """
   case = Case.of(spec, device, backward)
-  if (found := KNOWN.get(case)) is not None:
-    return found
+  if (launches := KNOWN.get(case)) is not None:
+    return launches
   model = case.model()
   if against := refusal(device):
     log_once(f"uopattn.tune: {against}")
@@ -144,26 +144,26 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
   if against := unmeasured(spec):
     log_once(f"uopattn.tune: the model's tiles are used with {against}")
     return model
-  if (found := known(case)) is None:
+  if (launches := known(case)) is None:
     if capturing or in_function():
       log_once("uopattn.tune: nothing is measured inside a TinyJit's capture or a function: the model's tiles are used")
       return model
     if not measure:
       log.info("uopattn.tune: nothing is known of %s, and search=False: the model's tiles are used", case)
       return model
-    found = _measured_anew(case) or model
-  KNOWN[case] = found
-  return found
+    launches = _measured_anew(case) or model
+  KNOWN[case] = launches
+  return launches
 
 
 def known(case: Case) -> Launches | None:
   """Return the launches that an earlier search chose; None if there are none, or their entry makes no sense."""
   if (entry := WINNERS.read(case.key())) is None:
     return None
-  found = case.launches(entry["choice"]) if is_entry(entry) else None
-  if found is None:
+  launches = case.launches(entry["choice"]) if is_entry(entry) else None
+  if launches is None:
     log.warning("uopattn.tune: an entry names tiles that are no candidates, and is measured anew")
-  return found
+  return launches
 
 
 def _measured_anew(case: Case) -> Launches | None:
@@ -183,8 +183,8 @@ def tuned(case: Case, again: bool = False) -> Launches | Result:
     again: whether to search also if there are some.
   """
   with WINNERS.one_at_a_time():
-    if not again and (found := known(case)) is not None:  # by a process that was waited for
-      return found
+    if not again and (launches := known(case)) is not None:  # by a process that was waited for
+      return launches
     compile_all(jobs_of(case))
     result = search(case)
     if result.best.seconds is not None:
@@ -200,11 +200,11 @@ def jobs_of(case: Case) -> list[Job]:
 def search(case: Case) -> Result:
   """Check and time all candidates for a case. They should be compiled before."""
   how = CPU if case.device.split(":")[0] == "CPU" else GPU
-  found = case.measured.candidates()
+  candidates = case.measured.candidates()
   trial = Trial.of(case.measured.spec, case.device, case.backward)
   tried: dict[str, Candidate] = {}
   runners: dict[str, Runner] = {}
-  for launches in tqdm(found, desc=f"checking {case}", disable=None):
+  for launches in tqdm(candidates, desc=f"checking {case}", disable=None):
     name = shown(launches)
     try:
       runner = trial.runner(launches)
@@ -219,7 +219,7 @@ def search(case: Case) -> Result:
       runners[name] = runner
   for x in (x for x in tried.values() if x.defect):
     log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x, case, case.device, x.defect)
-  times, spread = timed(runners, shown(found[0]), how)
+  times, spread = timed(runners, shown(candidates[0]), how)
   if spread > NOISY:
     log.warning("uopattn.tune: %s: turns of one kernel differ by %.0f%%: %s", case, 100 * spread, DISTURBED)
   return Result(tuple(replace(x, seconds=times.get(name)) for name, x in tried.items()), spread)
@@ -237,10 +237,10 @@ def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[st
   least, most = how.rounds
   count = SECONDS / (2 * sum(first[name].median for name in close) or SECONDS)  # a turn has a call that is not timed
   rounds = alternate(close, max(least, min(most, int(count))), how.turns)
-  found = {name: x.median for name, x in (first | rounds).items()}
+  seconds = {name: x.median for name, x in (first | rounds).items()}
   if (base := rounds.get(model)) is not None:
-    found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
-  return found, 0.0 if base is None else base.spread
+    seconds |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
+  return seconds, 0.0 if base is None else base.spread
 
 
 def _ratio(x: Timing, base: Timing) -> float:

@@ -71,7 +71,7 @@ class Trial:
   """An attention, or its gradient, on made-up inputs, with positions and lengths at their largest.
 
   Attributes:
-    given: the buffers of a call by name.
+    buffers: those of a call by name.
     variables: bound Variables.
     runs: what is checked.
     backward: whether it is of the gradient.
@@ -80,7 +80,7 @@ class Trial:
 
   spec: AttentionSpec
   device: str
-  given: dict[str, list[Tensor]]
+  buffers: dict[str, list[Tensor]]
   variables: tuple[UOp, ...]
   runs: list[Run]
   backward: bool = False
@@ -90,8 +90,8 @@ class Trial:
   def of(cls, spec: AttentionSpec, device: str, backward: bool = False) -> "Trial":
     """Draw the inputs, and compute what is to come out."""
     drawn = Drawn.of(spec, device)
-    given, runs = _gradient_runs(drawn, device) if backward else ({}, [Run({}, _forward_checks(drawn))])
-    return cls(spec, device, drawn.given | given, drawn.variables, runs, backward)
+    backward_buffers, runs = _gradient_runs(drawn, device) if backward else ({}, [Run({}, _forward_checks(drawn))])
+    return cls(spec, device, drawn.buffers | backward_buffers, drawn.variables, runs, backward)
 
   def runner(self, launches: tuple[Launch, ...]) -> Runner:
     """Set up a candidate, replayed by TinyJit."""
@@ -106,22 +106,22 @@ class Trial:
     def compute(*variables: UOp) -> list[Tensor]:
       for _ in range(times):
         if self.backward:
-          found = run_backward(launches, self.device, {**self.given, **outputs}, variables)
-          Tensor.realize(*found)
+          gradients = run_backward(launches, self.device, {**self.buffers, **outputs}, variables)
+          Tensor.realize(*gradients)
         else:
-          Tensor.realize(*run_stages(launches[0], self.device, self.given, outputs, variables))
-      return found if self.backward else [outputs["o"][0], outputs["lse"][0]]
+          Tensor.realize(*run_stages(launches[0], self.device, self.buffers, outputs, variables))
+      return gradients if self.backward else [outputs["o"][0], outputs["lse"][0]]
 
     call, _ = captured(compute, *self.variables)
 
     def result() -> list[Array]:
-      whole = {name: self.given[name][0].clone().realize() for name in self.runs[0].inputs}
+      whole = {name: self.buffers[name][0].clone().realize() for name in self.runs[0].inputs}
       arrays: list[Array] = []
       for run in self.runs:
         self._fill(run.inputs)
         poison(x for (x,) in outputs.values())
-        found = call()
-        arrays += map(numpy, found if self.backward else (with_heads_first(found[0], self.spec), found[1]))
+        tensors = call()
+        arrays += map(numpy, tensors if self.backward else (with_heads_first(tensors[0], self.spec), tensors[1]))
       self._fill(whole)
       return arrays
 
@@ -130,17 +130,17 @@ class Trial:
   def _fill(self, inputs: dict[str, Tensor]) -> None:
     """Write into buffers that all candidates read."""
     for name, x in inputs.items():
-      self.given[name][0].assign(x).realize()
+      self.buffers[name][0].assign(x).realize()
 
   def check(self, result: list[Array]) -> list[str]:
     """Return what is wrong with a candidate's results, those of each run one after another: the parts, and any NaN."""
-    found: list[str] = []
+    defects: list[str] = []
     names = ("dq", "dk", "dv") if self.backward else ("output", "lse")
     for run, arrays in zip(self.runs, zip(*[iter(result)] * len(names), strict=True), strict=True):
-      found += [str(report) for check in run.checks for report in check(arrays) if not report.correct]
+      defects += [str(report) for check in run.checks for report in check(arrays) if not report.correct]
       missing = {name: int(np.isnan(x).sum()) for name, x in zip(names, arrays, strict=True)}
-      found += [f"{name}: {count} elements are NaN" for name, count in missing.items() if count]
-    return found
+      defects += [f"{name}: {count} elements are NaN" for name, count in missing.items() if count]
+    return defects
 
 
 def _forward_checks(drawn: "Drawn") -> list[Callable[[Sequence[Array]], list[Report]]]:
@@ -158,7 +158,7 @@ def _forward_checks(drawn: "Drawn") -> list[Callable[[Sequence[Array]], list[Rep
 def _gradient_runs(inputs: "Drawn", device: str) -> tuple[dict[str, list[Tensor]], list[Run]]:
   """Return the further buffers that a backward pass reads, and its runs."""
   spec, target = inputs.spec, target_of(device)
-  o, lse = run_stages(dispatch(spec, target), device, inputs.given, {}, inputs.variables)
+  o, lse = run_stages(dispatch(spec, target), device, inputs.buffers, {}, inputs.variables)
   delta = delta_launch(spec, target, False)
   (place,) = (x for x in delta.buffers() if x.name == "do")
   heads_last = spec.layout("do") is not None
@@ -193,14 +193,14 @@ class Drawn:
   """Random inputs of an attention.
 
   Attributes:
-    arrays, given: the buffers of a forward call by name, in numpy and on the device; of "scales" there are two.
+    arrays, buffers: those of a forward call by name, in numpy and on the device; of "scales" there are two.
     values: of the Variables.
     products: how kernels may multiply, and where: `tf32`, `cut` and `device` of the gates.
   """
 
   spec: AttentionSpec
   arrays: dict[str, list[Array]]
-  given: dict[str, list[Tensor]]
+  buffers: dict[str, list[Tensor]]
   values: dict[UOp, int]
   products: dict[str, Any]
 
@@ -209,14 +209,14 @@ class Drawn:
     launch, random = replace(dispatch(spec, target_of(device)), splits=1), np.random.default_rng(0)
     inputs = [x for x in launch.buffers() if x.name not in launch.kernel.outputs]
     arrays: dict[str, list[Array]] = {}
-    given: dict[str, list[Tensor]] = {}
+    buffers: dict[str, list[Tensor]] = {}
     for x in inputs:
       arrays.setdefault(x.name, []).append(array := contents(x, spec, random, device))
-      given.setdefault(x.name, []).append(tensor(array, x.dtype, device))
+      buffers.setdefault(x.name, []).append(tensor(array, x.dtype, device))
     products: dict[str, Any] = {"tf32": spec.tf32 and launch.schedule.tf32, "device": device}
     if spec.dtype in DTYPES_8:
       products["cut"] = any(x.cuts for x in schedules_on(target_of(device)))  # any candidate
-    return cls(spec, arrays, given, _bound(spec) or {}, products)
+    return cls(spec, arrays, buffers, _bound(spec) or {}, products)
 
   @property
   def variables(self) -> tuple[UOp, ...]:
@@ -241,8 +241,8 @@ class Drawn:
     if self.spec.pages is None:
       return x[b, heads]
     (table,) = self.arrays["page_table"]
-    found = x[:, heads][table[b]].swapaxes(1, 2)  # (b, heads, max_pages, keys per page, ...)
-    return found.reshape(*found.shape[:2], self.spec.N, *found.shape[4:])
+    pages = x[:, heads][table[b]].swapaxes(1, 2)  # (b, heads, max_pages, keys per page, ...)
+    return pages.reshape(*pages.shape[:2], self.spec.N, *pages.shape[4:])
 
   def options(self, part: Part) -> dict[str, Any]:
     """Return the keyword arguments of a part's gate."""
@@ -276,21 +276,21 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
 def four_bits(shape: tuple[int, ...], random: np.random.Generator) -> Array:
   """Return bytes of rows of 4 bits: any elements, and scales of groups from 1/4 to 4."""
   first = elements_in(shape[-1]) // 2
-  found = random.integers(0, 256, shape)
-  found[..., first:] = random.integers(0x28, 0x48, found[..., first:].shape)  # fp8e4m3
-  return found.astype(np.float32)
+  rows = random.integers(0, 256, shape)
+  rows[..., first:] = random.integers(0x28, 0x48, rows[..., first:].shape)  # fp8e4m3
+  return rows.astype(np.float32)
 
 
 def _bound(spec: AttentionSpec) -> dict[UOp, int] | None:
   """Return the largest values of Variables with which all keys exist; None if they are not found."""
-  found = {u: int(u.vmax) for u in spec.variables}
-  length = _value(spec.kv_lengths, found)
+  bindings = {u: int(u.vmax) for u in spec.variables}
+  length = _value(spec.kv_lengths, bindings)
   if length is not None and length > spec.N:
-    if len(found) > 1:
+    if len(bindings) > 1:
       return None
-    found = {u: max(int(u.vmin), value - (length - spec.N)) for u, value in found.items()}
-    length = _value(spec.kv_lengths, found)
-  return found if length is None or length <= spec.N else None
+    bindings = {u: max(int(u.vmin), value - (length - spec.N)) for u, value in bindings.items()}
+    length = _value(spec.kv_lengths, bindings)
+  return bindings if length is None or length <= spec.N else None
 
 
 def _value(x: int | UOp | None, values: dict[UOp, int]) -> int | None:
@@ -324,22 +324,22 @@ def _rules(s: AttentionSpec, arrays: dict[str, list[Array]], values: dict[UOp, i
 
   def taken(name: str, at: tuple[slice, ...]) -> Array:
     """Return a part of an array whose axes may be of one element, for all."""
-    (found,) = arrays[name]
-    return found[tuple(x if n > 1 else slice(0, 1) for x, n in zip(at, found.shape, strict=False))]
+    (array,) = arrays[name]
+    return array[tuple(x if n > 1 else slice(0, 1) for x, n in zip(at, array.shape, strict=False))]
 
   b, heads, rows = part
-  found: dict[str, Any] = {name: value for x in s.masks for name, value in x.options().items()}
+  rules: dict[str, Any] = {name: value for x in s.masks for name, value in x.options().items()}
   start, length = _value(s.q_start, values), _value(s.kv_lengths, values)
-  found["q_start"] = (int(arrays["q_start"][0][b.start]) if start is None else start) + rows.start
+  rules["q_start"] = (int(arrays["q_start"][0][b.start]) if start is None else start) + rows.start
   if length is not None:
-    found["kv_lengths"] = np.array([length])
+    rules["kv_lengths"] = np.array([length])
   elif "kv_lengths" in arrays:
-    found["kv_lengths"] = arrays["kv_lengths"][0][b]
+    rules["kv_lengths"] = arrays["kv_lengths"][0][b]
   if "sinks" in arrays:
-    found["sinks"] = arrays["sinks"][0][heads]
+    rules["sinks"] = arrays["sinks"][0][heads]
   if "attn_mask" in arrays:
-    found["attn_mask"] = taken("attn_mask", part)
-  return found | {name: taken(name, key_heads(s, b, heads)) for name in HEAD_SCALES if name in arrays}
+    rules["attn_mask"] = taken("attn_mask", part)
+  return rules | {name: taken(name, key_heads(s, b, heads)) for name in HEAD_SCALES if name in arrays}
 
 
 def _viewed(flat: Array, layout: Layout | None, shape: tuple[int, ...]) -> Array:

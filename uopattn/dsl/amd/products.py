@@ -125,19 +125,19 @@ class Mma:
     return [x for step in words for x in self.elements(step)]
 
   def mma_abt(
-    self, lds: LdsRows, rows: int, operands: list[list[LoadOperand]], begun: list[list[UOp]] | None = None
+    self, lds: LdsRows, rows: int, operands: list[list[LoadOperand]], starts: list[list[UOp]] | None = None
   ) -> list[list[UOp]]:
     """This lane's elements of C + A B for each tile of columns; `lane_rows` says which rows they are in.
 
     Args:
       lds: A (rows, size).
       operands: B (size, 16) for each tile of columns and each step.
-      begun: this lane's elements of C; None is 0.
+      starts: this lane's elements of C; None is 0.
     """
     f, numbers, chained = self.f, range(rows // MMA_SIZE), self.chains(len(operands[0]))
     tiles: list[list[Any]] = [[None for _ in numbers] for _ in operands]
-    if begun is not None:
-      tiles = [[UOp.stack(*x[n * f.result :][: f.result]) for n in numbers] for x in begun]
+    if starts is not None:
+      tiles = [[UOp.stack(*x[n * f.result :][: f.result]) for n in numbers] for x in starts]
     pace = Pace(f.parts > 1, 1, lds)
     held: dict[range, list[Operand]] = {}
     # In parts each operand is held for as short as possible.
@@ -196,18 +196,18 @@ class Mma:
     fenced = lds.fenced(*stores)
     return [[self.read_row(fenced, place, [i]) for i in range(len(tiles[0]))] for place in places]
 
-  def mma_ab(self, operands: list[list[Operand]], lds: LdsRows, acc: UOp, begun: list[list[UOp]]) -> list[UOp]:
+  def mma_ab(self, operands: list[list[Operand]], lds: LdsRows, acc: UOp, starts: list[list[UOp]]) -> list[UOp]:
     """The stores of C + A^T D to acc (tiles of columns, tiles of 16 of A's columns, `result` elements in this lane).
 
     Args:
       operands: D for each tile of columns and each step.
       lds: A^T (A's columns, A's rows).
-      begun: C, in the tiles of acc.
+      starts: C, in the tiles of acc.
     """
     f = self.f
     stores, pace = [], Pace(f.parts > 1, 0, lds)
     for d in range(sizes(acc)[1]):
-      out = [tiles[d] for tiles in begun]
+      out = [tiles[d] for tiles in starts]
       for steps in self.chains(len(operands[0])):
         frag = self.read_row(lds.after(*pace.after()), d * MMA_SIZE + self.lane % MMA_SIZE, steps)
         out = [self.multiply(frag, joined(x, steps), c) for x, c in zip(operands, out, strict=True)]

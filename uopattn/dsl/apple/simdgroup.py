@@ -103,15 +103,15 @@ class Simdgroup:
     """
     pace = Pace(tile)
     starts = starts or [[UOp.const(0.0, dtypes.float)] * (tile.rows // SIZE * PAIR)] * len(lefts)
-    found: list[list[UOp]] = [[] for _ in lefts]
+    elements_by_left: list[list[UOp]] = [[] for _ in lefts]
     for n in range(0, tile.rows, SIZE):
       sums = [UOp.stack(*x[n // SIZE * PAIR : n // SIZE * PAIR + PAIR]) for x in starts]
       for d in range(0, tile.columns, SIZE):
         right = pace.load([(n + self.column + i, d + self.row) for i in range(PAIR)])
         sums = pace.newest = [self.mma(left[d // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
-      for elements, x in zip(found, sums, strict=True):
+      for elements, x in zip(elements_by_left, sums, strict=True):
         elements += [x[i] for i in range(PAIR)]
-    return found
+    return elements_by_left
 
   def mma_ab(
     self, lefts: Sequence[Sequence[Matrix]], tile: LocalTile, column: UOp, starts: Sequence[Sequence[Matrix]]
@@ -122,15 +122,15 @@ class Simdgroup:
       starts: for each left operand the matrices that its products, (8, those columns), are added to.
     """
     pace = Pace(tile)
-    found: list[list[Matrix]] = [[] for _ in lefts]
+    products_by_left: list[list[Matrix]] = [[] for _ in lefts]
     for d in range(len(starts[0])):
       sums = [x[d] for x in starts]
       for n in range(0, tile.rows, SIZE):
         right = pace.load([(n + self.row, column + d * SIZE + self.column + i) for i in range(PAIR)])
         sums = pace.newest = [self.mma(left[n // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
-      for products, x in zip(found, sums, strict=True):
+      for products, x in zip(products_by_left, sums, strict=True):
         products.append(x)
-    return found
+    return products_by_left
 
   def store(self, x: UOp, head: UOp, row: UOp, first: UOp, values: Sequence[UOp]) -> list[UOp]:
     """Store this lane's elements of a row of x (heads, rows, size), columns from `first` on; see `offsets`."""

@@ -113,12 +113,12 @@ def check_tiles(tiles: Any) -> None:
 
 def split(x: UOp, parts: int) -> list[UOp]:
   """Numbers whose sum is x in float32, or nearly, each of which has an upper half only; their bits."""
-  found, rest = [], x.cast(dtypes.float)
+  uppers, rest = [], x.cast(dtypes.float)
   for i in range(parts):
     upper = rest.bitcast(dtypes.uint) & 0xFFFF0000
-    found.append(upper)
+    uppers.append(upper)
     rest = rest - upper.bitcast(dtypes.float) if i < parts - 1 else rest
-  return found
+  return uppers
 
 
 def filled(s: Scope, value: float, dtype: DType, *shape: int, within: tuple[UOp, ...]) -> UOp:
@@ -150,8 +150,8 @@ def load_rows(
   """
   _, count, _ = sizes(buffer)
   r, d = s.axis(count), s.axis(rows.size)
-  found = split(element(rows, first + r, d, length), parts)
-  stores = [buffer.after(*within)[at + i, r, d].store((y >> 16).cast(dtypes.ushort)) for i, y in enumerate(found)]
+  uppers = split(element(rows, first + r, d, length), parts)
+  stores = [buffer.after(*within)[at + i, r, d].store((y >> 16).cast(dtypes.ushort)) for i, y in enumerate(uppers)]
   return buffer.after(UOp.group(*stores).end(r, d))
 
 

@@ -76,16 +76,16 @@ def row_maxima(
       stores = []
       for r in range(UNROLL):
         n = i * UNROLL + r
-        found = score(scores[slot * groups + j, n, m].load(), n, j, m)
-        stores += [before[r, m].store(before[r, m].load().maximum(found))]
-        stores += [changed[j, n, m].store(found)] if changes else []
+        modified = score(scores[slot * groups + j, n, m].load(), n, j, m)
+        stores += [before[r, m].store(before[r, m].load().maximum(modified))]
+        stores += [changed[j, n, m].store(modified)] if changes else []
       return [UOp.group(*stores).end(m)]
 
     best = add_steps(s, best, block_n // UNROLL, step)
     changed = changed.after(best)
     m = s.axis(LANES)
-    found = reduce(UOp.maximum, (best[r, m].load() for r in range(UNROLL)))
-    highest = highest.after(highest.after(*inside)[j, m].store(found).end(m))
+    row_max = reduce(UOp.maximum, (best[r, m].load() for r in range(UNROLL)))
+    highest = highest.after(highest.after(*inside)[j, m].store(row_max).end(m))
   return changed, at, highest
 
 
@@ -100,15 +100,15 @@ def update_maxima(
   groups = sizes(highest)[0]
   m_new, shift, factor, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(4))
   j, m = s.axis(groups), s.axis(LANES)
-  m_old, found = m_i[group + j, m].load(), highest[j, m].load()
-  rises = (found - m_old) * scaling.log2 > LAZY
-  m_new = m_new.after(m_new[j, m].store(rises.where(found, m_old)).end(j, m))
+  m_old, tile_max = m_i[group + j, m].load(), highest[j, m].load()
+  rises = (tile_max - m_old) * scaling.log2 > LAZY
+  m_new = m_new.after(m_new[j, m].store(rises.where(tile_max, m_old)).end(j, m))
   j, m = s.axis(groups), s.axis(LANES)
-  m_old, found = m_i[group + j, m].load(), m_new[j, m].load()
-  a = scaling.log2 if scaling.subtracts else scaling.factor(CPU, found)
+  m_old, new_max = m_i[group + j, m].load(), m_new[j, m].load()
+  a = scaling.log2 if scaling.subtracts else scaling.factor(CPU, new_max)
   a = UOp.const(a, dtypes.float) if isinstance(a, float) else a
-  minus = found if scaling.subtracts else scaling.shift(CPU, found, a)
-  values = minus, a, scaling.alpha(exp2, m_old, found)
+  minus = new_max if scaling.subtracts else scaling.shift(CPU, new_max, a)
+  values = minus, a, scaling.alpha(exp2, m_old, new_max)
   end = UOp.group(*(x[j, m].store(y) for x, y in zip((shift, factor, alpha), values, strict=True))).end(j, m)
   j, m = s.axis(groups), s.axis(LANES)
   l_new = l_i.after(end)[group + j, m]

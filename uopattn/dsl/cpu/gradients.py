@@ -237,7 +237,7 @@ def each_score(
 
     qk, dp = product(k_tile, q_t), product(v_tile, do_t)
     m = s.axis(lanes)
-    found = [x for r in range(count) for x in stores(qk[r, m].load(), dp[r, m].load(), key + r, lane + m)]
-    return UOp.group(*found).end(m)
+    all_stores = [x for r in range(count) for x in stores(qk[r, m].load(), dp[r, m].load(), key + r, lane + m)]
+    return UOp.group(*all_stores).end(m)
 
   return cut(s, keys, sizes(q_t)[1], registers, piece)

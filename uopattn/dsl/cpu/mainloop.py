@@ -219,8 +219,8 @@ class QueryBlock:
       store: stores the accumulators times the rows' factors, (block_m,).
     """
     r = s.axis(sizes(m_i)[0])
-    found = normalize(m_i[r].load() * scaling.natural, l_i[r].load(), self.rules.sink(self.row(r)), exp2)
-    values = [found.factor, *(found.numbers(lse) if lse is not None else [])]
+    finished_row = normalize(m_i[r].load() * scaling.natural, l_i[r].load(), self.rules.sink(self.row(r)), exp2)
+    values = [finished_row.factor, *(finished_row.numbers(lse) if lse is not None else [])]
     to = [s.buffer(*sizes(m_i)).after(*self.axes) for _ in values]
     end = UOp.group(*(x[r].store(value) for x, value in zip(to, values, strict=True))).end(r)
     factor, *numbers = (x.after(end) for x in to)

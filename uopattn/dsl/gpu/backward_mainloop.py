@@ -232,8 +232,8 @@ class Mainloop:
 
 def starts(rows: list[ScoreRow]) -> Elements | None:
   """What S starts at; None is 0."""
-  found = {at: row.start for row in rows for at in row.places if row.start is not None}
-  return found or None
+  initial_scores = {at: row.start for row in rows for at in row.places if row.start is not None}
+  return initial_scores or None
 
 
 def neg_deltas(rows: list[ScoreRow]) -> Elements:
@@ -243,7 +243,7 @@ def neg_deltas(rows: list[ScoreRow]) -> Elements:
 
 def weights(dialect: Dialect, rules: HeadRules, rows: list[ScoreRow], products: Elements, masked: bool) -> Elements:
   """P = exp(S - lse) before dropout, with the scores S of `products` = Q K^T, less lse where they start at -lse."""
-  found: Elements = {}
+  p: Elements = {}
   for row in rows:
     scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
     if masked and rules.rules.score_mod is not None and row.query.vmax >= rules.rules.rows:
@@ -253,16 +253,16 @@ def weights(dialect: Dialect, rules: HeadRules, rows: list[ScoreRow], products: 
       exponents = [-dialect.fabs(x * rules.scaling.log2) for x in scores]
     else:
       exponents = rules.scaling.from_lse(dialect, scores, row.lse, not rules.rules.moves)
-    found |= zip(row.places, [dialect.exp2(x) for x in exponents], strict=True)
-  return found
+    p |= zip(row.places, [dialect.exp2(x) for x in exponents], strict=True)
+  return p
 
 
 def dropped(rules: HeadRules, rows: list[ScoreRow], p: Elements) -> Elements:
   """P after dropout."""
-  found: Elements = {}
+  p_dropped: Elements = {}
   for row in rows:
-    found |= zip(row.places, rules.dropped([p[at] for at in row.places], *row.keys), strict=True)
-  return found
+    p_dropped |= zip(row.places, rules.dropped([p[at] for at in row.places], *row.keys), strict=True)
+  return p_dropped
 
 
 def score_vjp(
@@ -276,23 +276,23 @@ def score_vjp(
     grads: dP = dO V^T.
     early: whether delta is already subtracted from dP; never with dropout.
   """
-  ds, found = score_gradients(rules, rows, p, grads, early), Elements()
+  ds, dqk = score_gradients(rules, rows, p, grads, early), Elements()
   for row in rows:
     of_row, qk = [ds[at] for at in row.places], [products[at] for at in row.places]
-    found |= zip(row.places, rules.score_vjp(of_row, qk, *row.keys, scaled=False), strict=True)
-  return found
+    dqk |= zip(row.places, rules.score_vjp(of_row, qk, *row.keys, scaled=False), strict=True)
+  return dqk
 
 
 def score_gradients(
   rules: HeadRules, rows: list[ScoreRow], p: Elements, grads: Elements, early: bool = False
 ) -> Elements:
   """The gradient of the scores, P (dP - delta); see `score_vjp`."""
-  found: Elements = {}
+  ds: Elements = {}
   for row in rows:
     dp = rules.dropped([grads[at] for at in row.places], *row.keys)
     dp = dp if early else [x + row.neg_delta for x in dp]
-    found |= {at: p[at] * x for at, x in zip(row.places, dp, strict=True)}
-  return found
+    ds |= {at: p[at] * x for at, x in zip(row.places, dp, strict=True)}
+  return ds
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,22 +124,22 @@ class Trips:
   def queries(self, x: UOp) -> Callable[[UOp], tuple[HeadView, UOp]]:
     """Maps a trip to the rows of q or dO that it has, and the number of their block."""
 
-    def found(trip: UOp) -> tuple[HeadView, UOp]:
+    def query_block(trip: UOp) -> tuple[HeadView, UOp]:
       at = self.place(trip)
       return HeadView.of(x, at.head, UOp.const(self.rules.rules.M)), at.row // self.work.block_m
 
-    return found
+    return query_block
 
   def keys(self, x: UOp) -> Callable[[UOp], tuple[HeadView, UOp]]:
     """Maps a trip to the rows of k or v that it has, and the number of their tile; see `BiasWork.is_tiled`."""
     rules = self.rules.rules
 
-    def found(trip: UOp) -> tuple[HeadView, UOp]:
+    def key_tile(trip: UOp) -> tuple[HeadView, UOp]:
       at = self.place(trip)
       assert at.tile is not None
       return HeadView.of(x, at.head // rules.group, rules.at(at.head).length), at.tile
 
-    return found
+    return key_tile
 
   def rows(self, unit: Any) -> list[ScoreRow]:
     """The score rows of a lane in block 0 and tile 0: where in a tile its sums are. The unit is a `RowUnit`."""
@@ -192,13 +192,13 @@ def _keys(rules: HeadRules, work: BiasWork, block: UOp, tile: UOp | None, trip: 
   tinygrad would end the loop over trips together with a loop whose number of trips depends on it. If that is so, all
   tiles are processed, with a mask. None counts as full under a score_mod, as it may be NaN past the last query.
   """
-  found = rules.key_range(block * work.block_m, work.block_m, work.block_n)
-  full = rules.rules.score_mod is None and (found.n_tiles - found.n_full).simplify().vmax == 0
+  key_range = rules.key_range(block * work.block_m, work.block_m, work.block_n)
+  full = rules.rules.score_mod is None and (key_range.n_tiles - key_range.n_full).simplify().vmax == 0
   if tile is not None:
     return TileRange(UOp.const(int(full)), UOp.const(1), lambda _: tile)
-  if any(trip in x.toposort() for x in (found.n_full.simplify(), found.n_tiles.simplify())):
+  if any(trip in x.toposort() for x in (key_range.n_full.simplify(), key_range.n_tiles.simplify())):
     return TileRange(UOp.const(0), UOp.const(work.tiles), lambda position: position)
-  return found if rules.rules.score_mod is None else TileRange(UOp.const(0), found.n_tiles, found.tile)
+  return key_range if rules.rules.score_mod is None else TileRange(UOp.const(0), key_range.n_tiles, key_range.tile)
 
 
 def numbers(rows: Sequence[ScoreRow]) -> dict[Any, int]:

@@ -86,8 +86,8 @@ class ThreadGrid:
       sums = self.s.filled(0.0, *shape, after=after)
     else:
       sums = self.s.buffer(*shape)
-      begun = [sums.after(*after)[i, j].store(x) for i, row in enumerate(starts) for j, x in enumerate(row)]
-      sums = sums.after(*begun)
+      stores = [sums.after(*after)[i, j].store(x) for i, row in enumerate(starts) for j, x in enumerate(row)]
+      sums = sums.after(*stores)
     k = self.s.axis(left.columns, AxisType.REDUCE)
     done = self._add(
       sums, [left[self.first + i, k] for i in range(self.rows)], [right[first + j, k] for j in offsets], k

@@ -36,9 +36,9 @@ class Workgroup:
 
   def at(self, head: UOp, block: UOp) -> "Workgroup":
     """The workgroup while it processes another head and block."""
-    found = copy(self)
-    found.head, found.block = head, block
-    return found
+    group = copy(self)
+    group.head, group.block = head, block
+    return group
 
   def kernel(self, name: str, stores: list[UOp]) -> UOp:
     """The graph of the kernel that ends with `stores`."""

@@ -88,10 +88,10 @@ class GradientPipeline:
       k_view, v_view, q_view, do_view = views(shared.head)
       loaded = self.v.load(v_view, zero, block, self.k.load(k_view, zero, block, after, once))
       outer = () if shared.count == 1 else (shared.member,)
-      n, begun = loop(self._s, shared.query_range.n_tiles, loaded, *outer)
+      n, entry = loop(self._s, shared.query_range.n_tiles, loaded, *outer)
       number, tile = shared.member * shared.query_range.n_tiles + n, shared.query_range.tile(n)
       of_q, of_do = numbers(shared.head, tile)
-      last = self.q.load(q_view, number, tile, *begun, numbers=of_q)
+      last = self.q.load(q_view, number, tile, *entry, numbers=of_q)
       last = self.do.load(do_view, number, tile, last, numbers=of_do, waits=False).end(n)
       for axis in (*outer, once):
         last = last.end(axis)

@@ -192,8 +192,8 @@ class Mma:
     """
     for j in range(2):
       right = [self.in_parts(pair[j]) for pair in pairs]
-      for found, a in zip(out, left, strict=True):
-        found[first + j] = self.chain(a, right, found[first + j])
+      for tiles, a in zip(out, left, strict=True):
+        tiles[first + j] = self.chain(a, right, tiles[first + j])
     return (CUDA.read_later(out[-1][first + 1][-1], *after),) if self.parts > 1 else after
 
   def load_right(self, tile: SwizzledTiles, first: int, step: int, lane: UOp, *after: UOp) -> list[UOp]:

@@ -122,12 +122,12 @@ class Epilogue:
     """
     stores = []
     for i, (row, l) in enumerate(zip(rows, l_i, strict=True)):
-      found = finished(rules, m_i[i].load(), l, row, p_scale_log2)
-      stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], found.factor)
+      finished_row = finished(rules, m_i[i].load(), l, row, p_scale_log2)
+      stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], finished_row.factor)
       if self.lse is not None:
         inside = (row < sizes(self.lse)[1]) & (self.lane % QUAD).eq(0)
         inside = inside & self.first.eq(0) if isinstance(self.first, UOp) else inside
-        stores += store_lse(self.lse, inside, self.head, row, found.numbers(self.lse))
+        stores += store_lse(self.lse, inside, self.head, row, finished_row.numbers(self.lse))
     return stores
 
   def store_halves(self, rows: Iterable[UOp], acc: UOp, factor: float) -> list[UOp]:

@@ -171,8 +171,8 @@ class NarrowMma(Mma):
 
     def element(half: int, column: UOp) -> UOp:
       there = column if inside.vmin else clamp(column, 0, tile.columns - 1)
-      found = tile.element(rows.first + lane // QUAD + half * MMA_N, there)
-      return (found if inside.vmin else inside.where(found, UOp.const(0, found.dtype))).bitcast(self.dtype)
+      bits = tile.element(rows.first + lane // QUAD + half * MMA_N, there)
+      return (bits if inside.vmin else inside.where(bits, UOp.const(0, bits.dtype))).bitcast(self.dtype)
 
     places = [(half, first + 2 * pair + i) for pair in range(2) for half in range(HALVES) for i in range(2)]
     return UOp.stack(*[element(half, column) for half, column in places])
@@ -204,7 +204,7 @@ class NarrowMma(Mma):
         of = [tile.scale_byte(row + i, block * SHARED // 2 + g // 2) for i in range(2)]
         scales = CUDA.low_halves(*of) & 0x00FF00FF
       pairs.append(crossed(a, b, self.stored, self.dtype, scales))
-    return self._operands([found[part + j] for j in range(2) for found in pairs])
+    return self._operands([words[part + j] for j in range(2) for words in pairs])
 
   def _operands(self, words: list[UOp]) -> list[UOp]:
     """Two right operands, of two words each."""

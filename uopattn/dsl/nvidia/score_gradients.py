@@ -42,16 +42,16 @@ def queries_of_columns(first: UOp, width: int, lane: UOp) -> list[UOp]:
   return [first + lane % QUAD * 2 + j for j in columns(width // MMA_N)]
 
 
-def score_rows_by_column(rows: RowMap, queries: list[UOp], found: list[tuple[UOp, UOp]]) -> list[ScoreRow]:
+def score_rows_by_column(rows: RowMap, queries: list[UOp], row_stats: list[tuple[UOp, UOp]]) -> list[ScoreRow]:
   """This lane's score rows if accumulator rows are keys.
 
   Args:
     rows: this lane's keys.
     queries: this lane's queries, from `queries_of_columns`.
-    found: lse and delta of each query.
+    row_stats: lse and delta of each query.
   """
   offsets, score_rows = [i * MMA_M + half * MMA_N for i, half in rows], []
-  for n, (query, (lse, delta)) in enumerate(zip(queries, found, strict=True)):
+  for n, (query, (lse, delta)) in enumerate(zip(queries, row_stats, strict=True)):
     places = [(i, n // 2, 2 * half + n % 2) for i, half in rows]
     score_rows.append(ScoreRow(query, rows[0, 0], offsets, places, lse, -delta))
   return score_rows

@@ -106,14 +106,14 @@ class Trip:
 
   Attributes:
     number: the number of the work tile.
-    begun: what its body comes after.
+    entry: what its body comes after.
     q, k, v: the operands in shared memory; of the queries there is tile 0.
     counts: what is counted from trip to trip; None if there is only one.
     wait_all: waits, after its argument, for copies that nobody reads.
   """
 
   number: UOp
-  begun: UOp
+  entry: UOp
   q: Operand
   k: Operand
   v: Operand
@@ -273,8 +273,8 @@ class TensorPipeline:
     if not self._lag:
       last = load_v(zero, last)
     if (trips := (count - 1).simplify()).vmax > 0:
-      n, begun = loop(self._s, trips, last)
-      last = load_v(n + 1 - self._lag, load_k(n + 1, *begun)).end(n)
+      n, entry = loop(self._s, trips, last)
+      last = load_v(n + 1 - self._lag, load_k(n + 1, *entry)).end(n)
     return load_v(count - 1, last) if self._lag else last
 
   def _load_transposed(self, transposed: Slots, work_tile: WorkTile, q: Slots, k: Slots, v: Slots, *after: UOp) -> UOp:
@@ -295,9 +295,9 @@ class TensorPipeline:
 
     last = by_one(lambda *after: load_v(zero, load_q(zero, load_k(zero, *after))), *after)
     if (trips := (count - 1).simplify()).vmax > 0:
-      n, begun = loop(self._s, trips, last)
+      n, entry = loop(self._s, trips, last)
       # V first, whose slot is free earlier
-      last = transpose_v(n, by_one(lambda *after: load_k(n + 1, load_v(n + 1, *after)), *begun)).end(n)
+      last = transpose_v(n, by_one(lambda *after: load_k(n + 1, load_v(n + 1, *after)), *entry)).end(n)
     return transpose_v(count - 1, last)
 
 

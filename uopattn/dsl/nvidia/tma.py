@@ -89,13 +89,13 @@ class Source:
     if view.length.vmin == 0:  # the map has a row all the same, which must not be read
       first = (view.length > 0).where(first, int(view.length.vmax))
     place, copies = (first, head % x.heads, head // x.heads), []
-    begun = CUDA.mbarrier_expect(barrier, self.bytes, *after)
+    expect_tx = CUDA.mbarrier_expect(barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
-      copies.append(CUDA.tma_load(to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
+      copies.append(CUDA.tma_load(to, self.number, barrier, (UOp.const(column), *place), self.keep, expect_tx))
     if self.numbers is not None and numbers is not None:
       to, count = self.numbers[slot % self.tiles.slots * self.tiles.rows], 4 * self.tiles.rows
-      copies.append(CUDA.bulk_load(to, numbers, count, barrier, begun))
+      copies.append(CUDA.bulk_load(to, numbers, count, barrier, expect_tx))
     return UOp.group(*copies)
 
 
@@ -146,8 +146,8 @@ class Slots:
     if view is None:
       return UOp.group(*after)
     at = n + self.count
-    begun = self.free(n, *after) if waits else after
-    return self.source.load(view, at, n_tile, self._at(at), *begun, numbers=numbers)
+    slot_free = self.free(n, *after) if waits else after
+    return self.source.load(view, at, n_tile, self._at(at), *slot_free, numbers=numbers)
 
   def free(self, n: UOp, *after: UOp) -> tuple[UOp, ...]:
     """Wait until all consumers are done with the tile that was in the slot of tile n before, if there was one."""

@@ -132,8 +132,8 @@ def find(text: str) -> Instruction | None:
   if (match := _NAME.match(text)) is None:
     return None
   name, n, steps, kind, parts = match.groups()
-  found = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name, int(parts or 1))
-  return found if found.texts["cuda"] == text else None
+  instruction = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name, int(parts or 1))
+  return instruction if instruction.texts["cuda"] == text else None
 
 
 def uniform(x: UOp) -> UOp:

@@ -151,18 +151,18 @@ class Mainloop:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
     rows = self.score_rows(n_tile, masked)
     scores, old = rows.scores(self.scores.after(*after)), (loaded(state.m_i), loaded(state.l_i))
-    found = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype), slack=self.slack)
+    softmax = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype), slack=self.slack)
     # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
-    stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
-    return found.alpha, self.packed(found), stores
+    stores = softmax.stores(state.m_i.after(*after), state.l_i.after(*after))
+    return softmax.alpha, self.packed(softmax), stores
 
   def score_rows(self, n_tile: UOp, masked: bool) -> ScoreRows:
     """This lane's rows of S."""
     return ScoreRows(self.rules, self.rows, self.key_range.tile(n_tile) * self.block_n + self.lane_key, masked)
 
-  def packed(self, found: Softmax) -> list[UOp]:
+  def packed(self, softmax: Softmax) -> list[UOp]:
     """P as a left operand."""
-    return found.words(self.dtype)
+    return softmax.words(self.dtype)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Start O += P V, (64, columns), or P V by itself."""
@@ -197,9 +197,9 @@ class SequentialMainloop(Mainloop):
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the tiles from `first` on."""
-    trip, begun = loop(self.s, trips, early=self.diverges)
-    n_tile, old = first + trip, state.after(*begun)
-    waited = self.wait_qk(0, self.start_qk(n_tile, self.pipe.k.wait(n_tile, *begun, *state.registers())))
+    trip, entry = loop(self.s, trips, early=self.diverges)
+    n_tile, old = first + trip, state.after(*entry)
+    waited = self.wait_qk(0, self.start_qk(n_tile, self.pipe.k.wait(n_tile, *entry, *state.registers())))
     released = self.pipe.k.release(n_tile, waited)
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, released)
     elements, acc = range(sizes(old.acc)[0]), old.acc.after(waited)
@@ -322,8 +322,8 @@ class OverlappedMainloop(Mainloop):
     """
     if n_tiles.vmax == 0:
       return started
-    n_tile, begun = loop(self.s, n_tiles, started, early=True)
-    arrived = begun[0] if self.pipe.counts is None else self.pipe.v.wait(n_tile, *begun)
+    n_tile, entry = loop(self.s, n_tiles, started, early=True)
+    arrived = entry[0] if self.pipe.counts is None else self.pipe.v.wait(n_tile, *entry)
     passed = self.ping_pong.arrive(self.ping_pong.sync(arrived))
     return UOp.group(self.pipe.k.release(n_tile, passed), self.pipe.v.release(n_tile, passed)).end(n_tile)
 
@@ -340,11 +340,11 @@ class OverlappedMainloop(Mainloop):
     """Process the tiles from `first` on, each together with P V of the tile before it."""
     if self.diverges:
       first, trips = wgmma.uniform(first.maximum(0)), wgmma.uniform(trips.maximum(0))
-    trip, begun = loop(self.s, trips, early=self.diverges)
+    trip, entry = loop(self.s, trips, early=self.diverges)
     n_tile, ping_pong = first + trip, self.ping_pong
-    qk = self.start_qk(n_tile, ping_pong.sync(self.pipe.k.wait(n_tile, *begun, *state.registers())))
-    rescaled = self.rescale(state.after(*begun), qk)
-    old = state.after(*begun, *rescaled)
+    qk = self.start_qk(n_tile, ping_pong.sync(self.pipe.k.wait(n_tile, *entry, *state.registers())))
+    rescaled = self.rescale(state.after(*entry), qk)
+    old = state.after(*entry, *rescaled)
     pv = self.start_pv(n_tile - 1, old, self.pipe.v.wait(n_tile - 1, qk, *rescaled))
     waited = self.wait_qk(1, pv if ping_pong.exclusive else ping_pong.arrive(pv))
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, self.release_k(n_tile, waited))

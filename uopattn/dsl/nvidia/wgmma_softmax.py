@@ -53,11 +53,11 @@ class ScoreRows(NamedTuple):
     Args:
       products: registers with S, (keys / 2,), in the order of accumulators.
     """
-    tiles, found = 2 * sizes(products)[0] // MMA_N, []
+    tiles, scores = 2 * sizes(products)[0] // MMA_N, []
     for half, row in enumerate(self.rows):
       seen = [products[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
-      found.append(self.rules.scores(seen, row, self.first, columns(tiles), self.masked))
-    return found
+      scores.append(self.rules.scores(seen, row, self.first, columns(tiles), self.masked))
+    return scores
 
   def softmax(
     self,
@@ -76,14 +76,14 @@ class ScoreRows(NamedTuple):
       maxima: the largest score of each row, where other warpgroups have some of its keys; otherwise it is found here.
       p_scale_log2, slack: see `online_softmax`.
     """
-    found = []
+    row_updates = []
     for half, row in enumerate(self.rows):
       reduced = row_reduce if maxima is None else (lambda operation, value, largest=maxima[half]: largest)
       old, scaling = (m_old[half], l_old[half]), self.rules.scaling
       p, *rest = online_softmax(CUDA, scores[half], scaling, *old, reduced, p_scale_log2, slack)
       p = self.rules.weights(p, row, self.first, columns(len(p) // 2), self.masked)
-      found.append((p, *rest))
-    return Softmax(*(list(x) for x in zip(*found, strict=True)))
+      row_updates.append((p, *rest))
+    return Softmax(*(list(x) for x in zip(*row_updates, strict=True)))
 
 
 def row_maxima(scores: list[list[UOp]]) -> list[UOp]:

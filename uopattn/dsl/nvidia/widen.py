@@ -83,11 +83,11 @@ def _int4_halves(word: UOp, scales: UOp) -> list[UOp]:
   """129 + x / 8, or 144 + 2 x, less that constant, times the scale, or a 16th of it."""
   scale = scales << 7
   sixteenth, less, less_2 = (CUDA.fma_halves(scale, both(x), ZERO) for x in (0x2C00, 0xD808, 0xC880))
-  found = []
+  halves = []
   for shifted in (word, word >> 8):
-    found.append(CUDA.fma_halves(CUDA.and_xor(shifted, 0x000F000F, both(0x5808)), scale, less))
-    found.append(CUDA.fma_halves(CUDA.and_xor(shifted, 0x00F000F0, both(0x5880)), sixteenth, less_2))
-  return found
+    halves.append(CUDA.fma_halves(CUDA.and_xor(shifted, 0x000F000F, both(0x5808)), scale, less))
+    halves.append(CUDA.fma_halves(CUDA.and_xor(shifted, 0x00F000F0, both(0x5880)), sixteenth, less_2))
+  return halves
 
 
 def _int4_bfloats(word: UOp, scales: UOp) -> list[UOp]:

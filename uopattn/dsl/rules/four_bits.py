@@ -62,8 +62,8 @@ def bits_of(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> l
   if to == dtypes.half:
     return _half_bits(word, scale, count, stored)
   factor = scale_of_group(scale)
-  found = [number_at(word, i // 2 * 4 + i % 2 * 16, stored) * factor for i in range(count)]
-  return [upper_half(x) if to == dtypes.bfloat16 else x.bitcast(dtypes.uint) for x in found]
+  floats = [number_at(word, i // 2 * 4 + i % 2 * 16, stored) * factor for i in range(count)]
+  return [upper_half(x) if to == dtypes.bfloat16 else x.bitcast(dtypes.uint) for x in floats]
 
 
 def number_at(word: UOp, shift: int, stored: FourBits) -> UOp:

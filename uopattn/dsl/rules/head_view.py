@@ -54,14 +54,14 @@ class Pages:
   def row(self, b: UOp, head: UOp, key: UOp, length: UOp) -> UOp:
     """The row of a key below `length` among the rows of all pages; some other row if the page id is invalid."""
     if self.tile is not None:
-      return self._found(key).cast(dtypes.weakint).maximum(0)
+      return self._tile_row(key).cast(dtypes.weakint).maximum(0)
     page = clamp(self._entry(b, key, length).cast(dtypes.weakint), 0, self.count - 1)
     return (page * self.heads + head) * self.size + key % self.size
 
   def exists(self, b: UOp, key: UOp, length: UOp) -> UOp:
     """Whether the page id of a key below `length` is valid."""
     if self.tile is not None:
-      return self._found(key) >= 0
+      return self._tile_row(key) >= 0
     page = self._entry(b, key, length)
     return (page >= 0) & (page < self.count)
 
@@ -71,7 +71,7 @@ class Pages:
     entry = self.table.base[b * (last + 1) + clamp(key // self.size, 0, last)].load()
     return (key < length).where(entry, UOp.const(0, dtypes.int))
 
-  def _found(self, key: UOp) -> UOp:
+  def _tile_row(self, key: UOp) -> UOp:
     """The row of a key of the tile; -1 if its page id is invalid."""
     assert self.tile is not None
     rows, first = self.tile
@@ -105,7 +105,7 @@ class Chosen(Pages):
 
   def row(self, b: UOp, head: UOp, key: UOp, length: UOp) -> UOp:
     if self.tile is not None:
-      return self._found(key).cast(dtypes.weakint)
+      return self._tile_row(key).cast(dtypes.weakint)
     heads, most = sizes(self.table)[1:]
     entry = self.table.base[(b * heads + (head if heads > 1 else 0)) * most + clamp(key, 0, most - 1)].load()
     return (b // self.queries * self.heads + head) * self.size + clamp(entry.cast(dtypes.weakint), 0, self.size - 1)
@@ -210,18 +210,18 @@ class HeadView:
       return cls(x, size, length, lambda row: pages.row(b, head, row, length) * size, in_pages=pages.tile is None)
 
     def start(row: UOp) -> UOp:
-      found = pages.row(b, head, row, length)
-      return x.start(found // rows, found % rows)
+      pool_row = pages.row(b, head, row, length)
+      return x.start(pool_row // rows, pool_row % rows)
 
     return cls(x.buffer, size, length, start, unit=x.unit, in_pages=pages.tile is None)
 
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
     if self.four is not None and self.to is not None:
-      (found,) = self.four_bits((self.start if inside is None else self.gated_start)(row), d, 1, inside)
-      return found.bitcast(self.to)
-    found = self.place(row, d, inside).load()
-    return widened(found, self.x.dtype, self.to) if self.to is not None and self.widens else found
+      (bits,) = self.four_bits((self.start if inside is None else self.gated_start)(row), d, 1, inside)
+      return bits.bitcast(self.to)
+    stored = self.place(row, d, inside).load()
+    return widened(stored, self.x.dtype, self.to) if self.to is not None and self.widens else stored
 
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
@@ -261,8 +261,8 @@ class HeadView:
     group = column // GROUP
     scales = self._word(start, self.size // PER_WORD + group // 4, inside).load()
     scale = ((scales >> (group % 4 * 8).cast(dtypes.uint)) & 0xFF).cast(dtypes.int)
-    found = bits_of(word, scale, count, self.four, self.to)
-    return found if inside is None else [inside.where(x, UOp.const(0, x.dtype)) for x in found]
+    bits = bits_of(word, scale, count, self.four, self.to)
+    return bits if inside is None else [inside.where(x, UOp.const(0, x.dtype)) for x in bits]
 
   def wide_bits(self, bits: UOp) -> UOp:
     """The bits of an element after widening."""

@@ -42,17 +42,17 @@ class Table:
     places = index if isinstance(index, tuple) else (index,)
     if len(places) != self.ndim:
       raise IndexError(f"{len(places)} indices for a tensor of shape {self.shape}; there must be {self.ndim}")
-    found = [_whole(x).cast(dtypes.weakint) for x in places]
+    indices = [_whole(x).cast(dtypes.weakint) for x in places]
     if 0 in self.shape:  # everything is out of bounds
       return UOp.const(0, self.dtype)
-    doubts = [x < size for x, size in zip(found, self.shape, strict=True) if x.vmax >= size]
-    doubts += [x >= 0 for x in found if x.vmin < 0]
+    doubts = [x < size for x, size in zip(indices, self.shape, strict=True) if x.vmax >= size]
+    doubts += [x >= 0 for x in indices if x.vmin < 0]
     if not doubts:
-      return self.buffer[tuple(found)].load()
+      return self.buffer[tuple(indices)].load()
     # By conditions on an index tinygrad simplifies what else depends on the same numbers, and so may make two loops of
     # one whose trips do. It does not look into a product, and so there is no gate on the load either.
     inside = reduce(UOp.__mul__, [x.cast(dtypes.int) for x in doubts]).ne(0)
-    pairs = zip(found, self.shape, strict=True)
+    pairs = zip(indices, self.shape, strict=True)
     clamped = [x if x.vmin >= 0 and x.vmax < size else clamp(x, 0, size - 1) for x, size in pairs]
     return inside.where(self.buffer[tuple(clamped)].load(), UOp.const(0, self.dtype))
 
@@ -105,9 +105,9 @@ class Masks:
   @functools.cached_property
   def ranges(self) -> tuple[Range, ...]:
     """All rules that give each query a range of keys."""
-    found: list[Range] = [] if self.kv_lengths is None else [Lengths()]
-    found += [] if self.bounds is None else [Bounds()]
-    return (*self.masks, *found)
+    input_ranges: list[Range] = [] if self.kv_lengths is None else [Lengths()]
+    input_ranges += [] if self.bounds is None else [Bounds()]
+    return (*self.masks, *input_ranges)
 
   @property
   def rows(self) -> int:

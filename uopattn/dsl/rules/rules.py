@@ -151,10 +151,10 @@ class HeadRules(HeadMasks):
 
   def _of_head(self, *scales: UOp | None) -> UOp | None:
     """The product of this head's scales; None if there are none."""
-    zero, given = UOp.const(0), [x for x in scales if x is not None]
-    places = [(self.b if sizes(x)[0] > 1 else zero, self._kv_head if sizes(x)[1] > 1 else zero) for x in given]
-    found = [x[place].load() for x, place in zip(given, places, strict=True)]
-    return reduce(UOp.__mul__, found) if found else None
+    zero, present = UOp.const(0), [x for x in scales if x is not None]
+    places = [(self.b if sizes(x)[0] > 1 else zero, self._kv_head if sizes(x)[1] > 1 else zero) for x in present]
+    factors = [x[place].load() for x, place in zip(present, places, strict=True)]
+    return reduce(UOp.__mul__, factors) if factors else None
 
   def keys(self, x: UOp, to: DType | None = None, kv_head: UOp | None = None) -> HeadView:
     """View this head's keys or values: x is (B * kv_heads, N, size), or (pages * kv_heads, rows per page, size).
@@ -166,11 +166,11 @@ class HeadRules(HeadMasks):
     operand = to if r.scales is None else r.scales.operand
     if r.pages is None:
       head = self.b * r.kv_heads + self._kv_head if kv_head is None else kv_head
-      found = HeadView.of(x, head, self.length, operand)
+      view = HeadView.of(x, head, self.length, operand)
     else:
-      found = replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=operand)
+      view = replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=operand)
     stored = None if r.scales is None else r.scales.stored
-    return found.of_four(stored) if isinstance(stored, FourBits) and x.dtype == dtypes.uchar else found  # not scales
+    return view.of_four(stored) if isinstance(stored, FourBits) and x.dtype == dtypes.uchar else view  # not scales
 
   def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
     """The rules for a CPU's tile of `block_n` keys from `first` on, with its pages looked up inside the axes `within`.
@@ -214,8 +214,8 @@ class HeadRules(HeadMasks):
       m_i: its largest score.
       l_i: the sum of P over all keys.
     """
-    found = normalize(m_i * self.scaling.natural, l_i, self.sink(row), exp2, unit)
-    return found if self.o_scale is None else found._replace(factor=found.factor * self.o_scale)
+    finished_row = normalize(m_i * self.scaling.natural, l_i, self.sink(row), exp2, unit)
+    return finished_row if self.o_scale is None else finished_row._replace(factor=finished_row.factor * self.o_scale)
 
   def scores(self, products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
     """The scores of a query, before the factor `Scaling.natural`; -inf where hidden.
@@ -399,11 +399,11 @@ def vjp(function: Callable[[UOp], UOp], x: UOp, grad: UOp) -> UOp:
   result = function(at)
   constant = [u for u in result.toposort() if u.op is Ops.LOAD or (u.op is Ops.CAST and not _among_floats(u))]
   result = result.substitute({u: u.detach() for u in constant}, walk=True)
-  found = compute_gradient(result, seed, {at}).get(at)
-  if found is None:
+  gradient = compute_gradient(result, seed, {at}).get(at)
+  if gradient is None:
     return UOp.const(0.0, dtypes.float)
-  found = found.substitute({u: u.src[0] for u in found.toposort() if u.op is Ops.DETACH}, walk=True)
-  return found.substitute({at: x, seed: grad}, walk=True)
+  gradient = gradient.substitute({u: u.src[0] for u in gradient.toposort() if u.op is Ops.DETACH}, walk=True)
+  return gradient.substitute({at: x, seed: grad}, walk=True)
 
 
 def _among_floats(cast: UOp) -> bool:

@@ -78,8 +78,8 @@ def masked_then_full(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
 
 def _that_run(*both: tuple[UOp, UOp, bool]) -> list[tuple[UOp, UOp, bool]]:
   # tinygrad misplaces the body of a loop that has no trips.
-  found = [(first, trips.simplify(), masked) for first, trips, masked in both]
-  return [(first, blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
+  loops = [(first, trips.simplify(), masked) for first, trips, masked in both]
+  return [(first, blurred(trips), masked) for first, trips, masked in loops if trips.vmax > 0]
 
 
 def blurred(trips: UOp) -> UOp:

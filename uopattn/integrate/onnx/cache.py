@@ -63,8 +63,8 @@ class Stored:
   def _largest(self) -> Tensor:
     if self.scale.shape[-1] == 1:
       return self.scale
-    found = self.scale.abs().max(-1, keepdim=True)
-    return found.eq(0).where(1, found)
+    largest = self.scale.abs().max(-1, keepdim=True)
+    return largest.eq(0).where(1, largest)
 
 
 def storage(name: str, kind: str, bits: int, scale: Tensor | None, past: Tensor | None, x: Tensor) -> Stored | None:
@@ -83,8 +83,8 @@ def storage(name: str, kind: str, bits: int, scale: Tensor | None, past: Tensor 
     raise ValueError(f"{OPERATOR}: {name}_quant_type is {kind!r}; accepted are {', '.join(QUANT_TYPES)}")
   if kind == NONE:
     if scale is not None or bits:
-      given = f"{name}_scale is given" if scale is not None else f"kv_cache_bit_width is {bits}"
-      raise ValueError(f"{OPERATOR}: {given}, but {name}_quant_type is NONE")
+      conflict = f"{name}_scale is given" if scale is not None else f"kv_cache_bit_width is {bits}"
+      raise ValueError(f"{OPERATOR}: {conflict}, but {name}_quant_type is NONE")
     return None
   if bits not in (4, 8):
     raise ValueError(f"{OPERATOR}: kv_cache_bit_width is {bits}; with {name}_quant_type={kind!r} it must be 4 or 8")
@@ -93,16 +93,16 @@ def storage(name: str, kind: str, bits: int, scale: Tensor | None, past: Tensor 
   if scale is None:
     raise ValueError(f"{OPERATOR}: {name}_scale is missing; {name}_quant_type={kind!r} needs it")
   if scale.dtype != dtypes.float32 or scale.numel() != shape[1] * shape[3]:
-    given = f"{name}_scale has shape {scale.shape} and dtype {dtype_name(scale.dtype)}"
-    raise ValueError(f"{OPERATOR}: {given}; with {name}_quant_type={kind!r} it must be {shape} float32")
-  found = Stored(bits, scale.reshape(shape))
+    wrong_scale = f"{name}_scale has shape {scale.shape} and dtype {dtype_name(scale.dtype)}"
+    raise ValueError(f"{OPERATOR}: {wrong_scale}; with {name}_quant_type={kind!r} it must be {shape} float32")
+  stored = Stored(bits, scale.reshape(shape))
   channels = D if bits == 8 else (D + 1) // 2
-  if past is not None and (past.dtype != found.dtype or past.shape[-1] != channels):
-    given = f"past_{'key' if name == 'k' else 'value'} has shape {past.shape} and dtype {dtype_name(past.dtype)}"
-    accepted = f"{channels} channels of {dtype_name(found.dtype)}"
-    error = TypeError if past.dtype != found.dtype else ValueError
-    raise error(f"{OPERATOR}: {given}; with kv_cache_bit_width={bits} it must have {accepted}")
-  return found
+  if past is not None and (past.dtype != stored.dtype or past.shape[-1] != channels):
+    wrong_past = f"past_{'key' if name == 'k' else 'value'} has shape {past.shape} and dtype {dtype_name(past.dtype)}"
+    accepted = f"{channels} channels of {dtype_name(stored.dtype)}"
+    error = TypeError if past.dtype != stored.dtype else ValueError
+    raise error(f"{OPERATOR}: {wrong_past}; with kv_cache_bit_width={bits} it must have {accepted}")
+  return stored
 
 
 def resident(length: Tensor, capacity: int, window: int) -> Tensor:

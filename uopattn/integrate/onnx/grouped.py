@@ -79,8 +79,8 @@ def group_query_attention(backend: Callable[[], str]) -> Operator:
 
   def operator(*inputs: Tensor | None, **attributes: Any) -> tuple[Tensor, ...]:
     _check_known(inputs, attributes)
-    given: Any = inputs[: len(fields(Inputs))]
-    return _computed(Inputs(*given), Attributes(**attributes), backend())
+    known_inputs: Any = inputs[: len(fields(Inputs))]
+    return _computed(Inputs(*known_inputs), Attributes(**attributes), backend())
 
   return operator
 
@@ -88,10 +88,10 @@ def group_query_attention(backend: Callable[[], str]) -> Operator:
 def _check_known(inputs: tuple[Tensor | None, ...], attributes: dict[str, Any]) -> None:
   """Raise NotImplementedError for inputs and attributes that the operator did not have in onnxruntime 1.32."""
   known = {x.name for x in fields(Attributes)}
-  given = ["a further input" for x in inputs[len(fields(Inputs)) :] if x is not None]
-  given += [f"{name}={value!r}" for name, value in attributes.items() if name not in known]
-  if given:
-    raise NotImplementedError(f"{OPERATOR}: {', '.join(given)} {'are' if len(given) > 1 else 'is'} not supported")
+  unknown = ["a further input" for x in inputs[len(fields(Inputs)) :] if x is not None]
+  unknown += [f"{name}={value!r}" for name, value in attributes.items() if name not in known]
+  if unknown:
+    raise NotImplementedError(f"{OPERATOR}: {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} not supported")
 
 
 def _computed(x: Inputs, a: Attributes, backend: str) -> tuple[Tensor, ...]:
@@ -143,8 +143,8 @@ def _check_caches(x: Inputs, a: Attributes) -> None:
   if a.sliding_window_cache and x.past_key is not None:
     capacity = sizes(x.past_key)[2]
     if not 0 < a.local_window_size <= capacity:
-      given = f"local_window_size is {a.local_window_size} and past_key has {capacity} rows"
-      raise ValueError(f"{OPERATOR}: {given}; with sliding_window_cache=1 it must be from 1 to their number")
+      mismatch = f"local_window_size is {a.local_window_size} and past_key has {capacity} rows"
+      raise ValueError(f"{OPERATOR}: {mismatch}; with sliding_window_cache=1 it must be from 1 to their number")
     if a.qk_output:
       raise NotImplementedError(f"{OPERATOR}: qk_output={a.qk_output} is not supported with sliding_window_cache=1")
 

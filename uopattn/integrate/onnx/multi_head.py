@@ -67,13 +67,13 @@ def multi_head_attention(backend: Callable[[], str]) -> Operator:
   return operator
 
 
-def _past_length(given: Tensor, past_key: Tensor | None, new: int) -> int:
+def _past_length(length: Tensor, past_key: Tensor | None, new: int) -> int:
   """Return past_sequence_length, the number of keys in the buffer past_key, to which `new` ones are added."""
   if past_key is None:
     raise ValueError("MultiHeadAttention: past_sequence_length needs the buffers past_key and past_value")
-  if given.numel() != 1:
-    raise ValueError(f"MultiHeadAttention: past_sequence_length has shape {given.shape}; it must have one element")
-  past, held = int(given.item()), sizes(past_key)[2]
+  if length.numel() != 1:
+    raise ValueError(f"MultiHeadAttention: past_sequence_length has shape {length.shape}; it must have one element")
+  past, held = int(length.item()), sizes(past_key)[2]
   if new > held:
     raise ValueError(f"MultiHeadAttention: key has {new} rows; past_key, a buffer for all, has {held}")
   if not 0 <= past <= held - new:

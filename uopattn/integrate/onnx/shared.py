@@ -26,14 +26,14 @@ def scores(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, mode: int) -> 
     softcap = arguments.softcap if mode == 1 else None
     arguments = Arguments(scale=arguments.scale, softcap=softcap, enable_gqa=True)
   call = Call.of(q, k, v, arguments)
-  found = scores_of(call.q, call.k, call.spec, call.arguments)
+  qk_output = scores_of(call.q, call.k, call.spec, call.arguments)
   if mode == 3 and arguments.sinks is not None:
-    sinks = arguments.sinks.cast(found.dtype).reshape(1, -1, 1, 1).expand(*sizes(found)[:3], 1)
-    found = sinks.cat(found, dim=-1).softmax(-1)[..., 1:]
+    sinks = arguments.sinks.cast(qk_output.dtype).reshape(1, -1, 1, 1).expand(*sizes(qk_output)[:3], 1)
+    qk_output = sinks.cat(qk_output, dim=-1).softmax(-1)[..., 1:]
   elif mode == 3:
-    no_key = found.max(-1, keepdim=True).eq(-math.inf)
-    found = no_key.where(0, found.softmax(-1))
-  return found.cast(q.dtype)
+    no_key = qk_output.max(-1, keepdim=True).eq(-math.inf)
+    qk_output = no_key.where(0, qk_output.softmax(-1))
+  return qk_output.cast(q.dtype)
 
 
 def check_heads(name: str, heads: int, x: Tensor) -> None:

@@ -32,5 +32,5 @@ def _generator(tiles: type) -> Callable[..., Iterator[Any]]:
   """Return the generator of a class of tiles, and import its module: no process needs those of all devices."""
   file = tiles.__module__.rpartition(".")[-1]
   module, _, name = file.partition("_")
-  found: Callable[..., Iterator[Any]] = getattr(import_module(f"{__name__}.{module}"), name)
-  return found
+  generator: Callable[..., Iterator[Any]] = getattr(import_module(f"{__name__}.{module}"), name)
+  return generator

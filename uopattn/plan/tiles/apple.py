@@ -69,15 +69,15 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   p, itemsize = problem, problem.dtype.itemsize
   assert p.bias is not None
   if p.bias.places is Places.DISTANCES:
-    found = [Backward(block // SIZE, 1, block, kept, itemsize) for kept in (True, False) for block in BLOCKS]
+    candidates = [Backward(block // SIZE, 1, block, kept, itemsize) for kept in (True, False) for block in BLOCKS]
   else:
     shapes = [(m, block) for m in ((2, 1) if p.M > SIZE else (1,)) for block in BLOCKS]
-    found = [
+    candidates = [
       Backward(min(WARPS, ceildiv(p.M, m * SIZE)), m, min(block, round_up(p.N, SIZE)), kept, itemsize)
       for kept in (True, False)
       for m, block in shapes
     ]
-  loop = next(_fitting(found, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
+  loop = next(_fitting(candidates, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
   yield in_parts(BiasBackward, loop, p, target)
 
 

@@ -202,8 +202,8 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
 
   sizes = [(2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True)] if best.parts == 1 else []
   sizes += [(1, 64, False), (1, 32, False)]
-  found = [replace(best, row_tiles=m, block=min(n, most), in_registers=kept) for m, n, kept in sizes]
-  for x in (*found, replace(best, warps=8), replace(best, stages=3)):
+  resized = [replace(best, row_tiles=m, block=min(n, most), in_registers=kept) for m, n, kept in sizes]
+  for x in (*resized, replace(best, warps=8), replace(best, stages=3)):
     in_registers, has_rows = x.registers(Dk, Dv, sums) <= BACKWARD_BUDGET[of_keys], x.rows < rows + x.rows // x.warps
     if in_registers and x.shared_bytes(Dk, Dv) <= target.lds and has_rows:
       yield x

@@ -65,8 +65,10 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   sizes = [(_block(p.M, rows), min(block, round_up(p.N, GROUP))) for rows, block in BACKWARD]
   if p.bias.places is Places.DISTANCES:
     sizes = [(rows, block) for rows, block in BACKWARD if rows == block]
-  found = [Backward(rows, block, _own(rows), ACROSS, in_local) for in_local in (True, False) for rows, block in sizes]
-  loop = next(_fitting(found, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
+  candidates = [
+    Backward(rows, block, _own(rows), ACROSS, in_local) for in_local in (True, False) for rows, block in sizes
+  ]
+  loop = next(_fitting(candidates, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
   yield in_parts(BiasBackward, loop, p, target)
 
 
