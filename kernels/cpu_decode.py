@@ -117,7 +117,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   loop = keys.loop_up(s, *outer)  # hardware prefetches in that direction
   tile, next_tile = keys.at(loop.index).with_pages(s, loop.axes), keys.at(loop.index + 1)
-  k_tile, v_tile, k_next = KeyRows.of(tile, k), KeyRows.of(tile, v, new_only=True), KeyRows.of(next_tile, k)
+  k_tile, k_next = KeyRows.of(tile, k), KeyRows.of(next_tile, k)
+  v_tile = KeyRows.repeating(tile, v) if tiles.pairs else KeyRows.new(tile, v)
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     product = product * scaling.pre if tiles.pairs else product
@@ -303,7 +304,7 @@ def multiply_pv(
 
     out = zeros(s, rows * len(planes), columns, inner)
     steps = block_n // keys
-    out = add_steps(s, out, steps, dots) if tiles.pairs else accumulate(s, out, steps, columns, term, fetches)
+    out = add_steps(s, out, steps, dots) if tiles.pairs else accumulate(s, out, steps, columns, term, fetches, v.trips)
     m = s.axis(columns)
     stores = []
     for a in range(rows * len(planes)):

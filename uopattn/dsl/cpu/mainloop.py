@@ -257,25 +257,42 @@ def load_tile(s: Scope, rows: HeadView, tile: KeyTile, axes: tuple[UOp, ...]) ->
 
 @dataclass(frozen=True, eq=False)
 class KeyRows:
-  """The keys or values of a tile where they are in memory. Past the keys' length they repeat the last key that exists.
+  """The keys or values of a tile where they are in memory.
 
   Attributes:
     rows: the rows of the head.
     row: maps n to the row of the n-th key.
     counts: maps n to whether the n-th key counts; None if all do.
+    trips: to how many keys a loop over them is limited, from 1 to the tile's size; None if it is not.
   """
 
   rows: HeadView
   row: Callable[[UOp], UOp]
   counts: Callable[[UOp], UOp] | None = None
+  trips: UOp | None = None
 
   @classmethod
-  def of(cls, tile: KeyTile, x: UOp, new_only: bool = False) -> "KeyRows":
-    """Those of x, k or v. With `new_only` a key counts if this tile adds it."""
-    first, start, rules = tile.first, tile.start, tile.rules.rules
-    last = None if rules.kv_lengths is None else clamp(tile.rules.length - 1, 0, rules.N - 1)
-    counts = (lambda n: first + n >= start) if new_only and rules.N % tile.size else None
-    return cls(tile.rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), counts)
+  def of(cls, tile: KeyTile, x: UOp) -> "KeyRows":
+    """Those of x, k or v. Past the keys' length they hold anything."""
+    return cls(tile.rules.keys(x), lambda n: tile.first + n)
+
+  @classmethod
+  def repeating(cls, tile: KeyTile, x: UOp) -> "KeyRows":
+    """Those of x. Past the keys' length they repeat the last key that exists."""
+    last = _last_key(tile)
+    return cls(tile.rules.keys(x), lambda n: tile.first + n if last is None else least([tile.first + n, last]))
+
+  @classmethod
+  def new(cls, tile: KeyTile, x: UOp) -> "KeyRows":
+    """Those of x that this tile adds; they end with the last key that exists, which a tile past it has alone.
+
+    A loop that ends there has addresses that grow evenly; with a clamp of each row it took half as long again.
+    """
+    last, rules = _last_key(tile), tile.rules.rules
+    first = tile.first if last is None else least([tile.first, last])
+    counts = (lambda n: tile.first + n >= tile.start) if rules.N % tile.size else None
+    trips = None if last is None else clamp(last - first + 1, 1, tile.size)
+    return cls(tile.rules.keys(x), lambda n: first + n, counts, trips)
 
   def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
     """An element as float32; 0 if its key does not count."""
@@ -292,7 +309,7 @@ class KeyRows:
   ) -> UOp:
     """Prefetch a share of `rows` rows of the tile: `count` of `parts` equal parts of their cache lines, from `part` on.
 
-    `ahead` moves the rows on by this many keys; they may then lie past the end of the buffer.
+    `ahead` moves the rows on by this many keys. They may lie past the end of the buffer.
     """
     step = self.rows.per_bytes(LINE)
     lines = ceildiv(self.rows.per_bytes(self.rows.row_bytes), step)
@@ -300,3 +317,9 @@ class KeyRows:
     common = gcd(rows * lines, parts)
     at = clamp(part * (rows * lines // common) // (parts // common) + line, 0, rows * lines - 1)
     return CPU.prefetch(self.place(at // lines + ahead, at % lines * step), *within, line).end(line)
+
+
+def _last_key(tile: KeyTile) -> UOp | None:
+  """The last key that exists, 0 if none does; None if all N do."""
+  rules = tile.rules.rules
+  return None if rules.kv_lengths is None else clamp(tile.rules.length - 1, 0, rules.N - 1)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tinygrad import UOp
 from tinygrad.helpers import ceildiv
 
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.scope import Scope, sizes
 
 
@@ -32,11 +33,12 @@ def accumulate(
   lanes: int,
   term: Callable[[int, UOp, UOp], UOp],
   beside: Callable[[UOp], list[UOp]] = lambda i: [],
+  trips: UOp | None = None,
 ) -> UOp:
   """acc[r, m] += sum over i < length of term(r, i, m), for all rows and the first `lanes` lanes; returns acc.
 
   The rows are unrolled, never indexed by an axis: the compiler moves an array into vector registers only if it is
-  indexed by constants and whole rows of lanes. `beside` returns further statements for each i.
+  indexed by constants and whole rows of lanes. `beside` returns further statements for each i. `trips`: see `add_steps`.
   """
   m = s.axis(lanes)
 
@@ -44,10 +46,16 @@ def accumulate(
     stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
     return [*beside(i), UOp.group(*stores).end(m)]
 
-  return add_steps(s, acc, length, step)
+  return add_steps(s, acc, length, step, trips)
 
 
-def add_steps(s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[UOp]]) -> UOp:
-  """acc after step(acc, i) for all i < length. `step` returns the statements that add to acc, and any others."""
+def add_steps(
+  s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[UOp]], trips: UOp | None = None
+) -> UOp:
+  """acc after step(acc, i) for all i < length, or for the first `trips` of them, at least one.
+
+  `step` returns the statements that add to acc, and any others.
+  """
   i = s.axis(length)
-  return acc.after(UOp.group(*step(acc.after(i), i)).end(i))
+  body = UOp.group(*step(acc.after(i), i))
+  return acc.after((body if trips is None else CPU.leave_loop(i >= trips - 1, body)).end(i))
