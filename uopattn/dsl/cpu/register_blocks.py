@@ -38,7 +38,8 @@ def accumulate(
   """acc[r, m] += sum over i < length of term(r, i, m), for all rows and the first `lanes` lanes; returns acc.
 
   The rows are unrolled, never indexed by an axis: the compiler moves an array into vector registers only if it is
-  indexed by constants and whole rows of lanes. `beside` returns further statements for each i. `trips`: see `add_steps`.
+  indexed by constants and whole rows of lanes. `beside` returns further statements for each i. For `trips` see
+  `add_steps`.
   """
   m = s.axis(lanes)
 
