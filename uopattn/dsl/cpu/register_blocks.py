@@ -50,9 +50,7 @@ def accumulate(
   return add_steps(s, acc, length, step, trips)
 
 
-def add_steps(
-  s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[UOp]], trips: UOp | None = None
-) -> UOp:
+def add_steps(s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[UOp]], trips: UOp | None = None) -> UOp:
   """acc after step(acc, i) for all i < length, or for the first `trips` of them, at least one.
 
   `step` returns the statements that add to acc, and any others.
