@@ -25,14 +25,15 @@ scripts/results/KERNELS.md has more.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import Scope, exp2, make_kernel, sizes
 from uopattn.dsl.cpu.mainloop import KeyRows, QueryBlock
-from uopattn.dsl.cpu.nibbles import NibbleRows, in_planes, place_of
-from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, register_blocks, zeros
+from uopattn.dsl.cpu.nibbles import NibbleRows, NibbleVector, in_planes, place_of
+from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, register_blocks, vector_blocks, zeros
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.rules.four_bits import PER_WORD
 from uopattn.dsl.rules.head_view import HeadView
@@ -159,23 +160,31 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
   For each strip of keys all rows are processed in turn, so that memory is read evenly, not only in the first row strip.
   """
   block_m, rows, lanes = sizes(q)[0], tiles.unroll_m, tiles.lanes
-  nibbles = NibbleRows(k) if k.rows.four is not None else None
-  elements = 2 * lanes if tiles.pairs else lanes  # per vector of K: of 4 bits, words
-  size = k.rows.size if nibbles is None else nibbles.words
-  products, row_strips, chunks_in_all = s.buffer(block_m, block_n), block_m // rows, ceildiv(size, elements)
+  nibbles = NibbleRows(k, lanes == 16) if k.rows.four is not None else None
+  if nibbles is None:
+    chunks_of_row = register_blocks(k.rows.size, 2 * lanes if tiles.pairs else lanes)
+  else:  # of words
+    chunks_of_row = vector_blocks(nibbles.words, lanes)
+  products, row_strips = s.buffer(block_m, block_n), block_m // rows
+  chunks_in_all = sum(chunks for _, chunks, _ in chunks_of_row)
   ends = []
   for left, count, keys in register_blocks(block_n, tiles.unroll_n):
     strip, row_strip = s.axis(count), s.axis(row_strips)
     key, first_row, inner = left + strip * keys, row_strip * rows, (*within, strip, row_strip)
-    acc = zeros(s, rows * keys, lanes, inner)
-    for begin, chunks, width in register_blocks(size, elements):
+    acc, chunks_before = zeros(s, rows * keys, lanes, inner), 0
+    for begin, chunks, width in chunks_of_row:
+
+      @cache
+      def unpacked(key_of_strip: int, i: UOp) -> NibbleVector:
+        assert nibbles is not None
+        return nibbles.vector(s, key + key_of_strip, begin + i * width, width, range(PER_WORD), (*inner, i))
 
       def term(a: int, i: UOp, w: UOp) -> UOp:
         first, row, n = begin + i * width, first_row + a // keys, key + a % keys
-        return q[row, first + w] * k[n, first + w] if nibbles is None else nibbles.dot(q, row, n, first, w)
+        return q[row, first + w] * k[n, first + w] if nibbles is None else unpacked(a % keys, i).dot(q, row, first, w)
 
       def fetches(i: UOp) -> list[UOp]:
-        part = (key * row_strips + row_strip * keys) * chunks_in_all + (begin // elements + i) * keys
+        part = (key * row_strips + row_strip * keys) * chunks_in_all + (chunks_before + i) * keys
         parts = block_n * row_strips * chunks_in_all
         share = (block_n, part, keys, parts, (*inner, i))
         return [v.prefetch(s, *share), *([k.prefetch(s, *share, ahead=AHEAD)] if tiles.again else [])]
@@ -186,6 +195,7 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
         return fetches(i) + [CPU.dot_pairs(*place) for place in places]
 
       acc = add_steps(s, acc, chunks, dots) if tiles.pairs else accumulate(s, acc, chunks, width, term, fetches)
+      chunks_before += chunks
     sums = sum_lanes(s, acc, inner)
     stores = [products.after(*inner)[first_row + a // keys, key + a % keys].store(sums[a]) for a in range(rows * keys)]
     ends.append(UOp.group(*stores).end(strip, row_strip))
@@ -268,7 +278,7 @@ def multiply_pv(
   (block_m, block_n), rows = sizes(p), tiles.unroll_m
   row_strips, strips = block_m // rows, column_strips(v, tiles)
   strips_in_all = sum(count for _, _, count, _ in strips)
-  nibbles = NibbleRows(v) if v.rows.four is not None else None
+  nibbles = NibbleRows(v, tiles.lanes == 16) if v.rows.four is not None else None
   keys = 2 if tiles.pairs else 1  # added per step
   weights = p
   if tiles.pairs:
@@ -280,12 +290,16 @@ def multiply_pv(
     column, first_row, inner = left + strip * columns, row_strip * rows, (*within, strip, row_strip)
     before_it = sum(count for _, _, count, _ in strips[:number])
 
+    @cache
+    def unpacked(n: UOp) -> NibbleVector:
+      assert nibbles is not None
+      return nibbles.vector(s, n, column, columns, planes, (*inner, n))
+
     def term(a: int, n: UOp, m: UOp) -> UOp:
       weight = weights[first_row + a // len(planes), n]
       if nibbles is None:
         return weight * v[n, column + m]
-      x = nibbles.numbers(n, column + m, planes)[a % len(planes)]
-      return weight * nibbles.scale(n, column, m) * x
+      return weight * unpacked(n).scales[m] * unpacked(n).number(a % len(planes), m)
 
     def fetches(i: UOp) -> list[UOp]:
       part = ((before_it + strip) * row_strips + row_strip) * block_n + i * keys
@@ -323,7 +337,7 @@ def column_strips(v: KeyRows, tiles: Tiles) -> list[tuple[range, int, int, int]]
   if v.rows.four is None:
     return [(range(1), *x) for x in register_blocks(v.rows.size, tiles.unroll_d * tiles.lanes)]
   groups = [range(first, min(first + tiles.unroll_d, PER_WORD)) for first in range(0, PER_WORD, tiles.unroll_d)]
-  return [(planes, *x) for planes in groups for x in register_blocks(v.rows.size // PER_WORD, tiles.lanes)]
+  return [(planes, *x) for planes in groups for x in vector_blocks(v.rows.size // PER_WORD, tiles.lanes)]
 
 
 def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp, planes: bool) -> UOp:

@@ -195,6 +195,33 @@ def _dots(left: str, right: str) -> str:
   )
 
 
+def _group_scales(lanes: int) -> str:
+  """C text of `Cpu.group_scales`."""
+  size = 4 * lanes
+  number = {2: "unsigned char", 4: "unsigned short", 8: "unsigned", 16: "unsigned long long"}[lanes]
+  # All bytes are in each 16 bytes of the vector, so that none moves from one to another.
+  places = [i // 4 * 16 + i // 2 for i in range(lanes) for _ in range(4)]
+  return (
+    f"({{{{ typedef {number} numbers __attribute__((vector_size({size}))); typedef unsigned char bytes"
+    f" __attribute__((vector_size({size}))); typedef unsigned words __attribute__((vector_size({size}))); {number} x;"
+    f" __builtin_memcpy(&x, (const char *){{1}} + {{2}}, {lanes // 2}); bytes all = (bytes)(x - (numbers){{{{}}}});"
+    f" words y = (words)__builtin_shufflevector(all, all, {', '.join(map(str, places))});"
+    f" y = (y >> 4 & 0x07f00000) + {{3}}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+  )
+
+
+def _look_up(lanes: int) -> str:
+  """C text of `Cpu.look_up`."""
+  entries = ", ".join(f"{{{i}}}" for i in range(3, 19))
+  return (
+    "({{ typedef float vector __attribute__((vector_size(64))); typedef int signed_words"
+    " __attribute__((vector_size(64))); typedef unsigned words __attribute__((vector_size(64)));"
+    f" words x = {{{{}}}}; __builtin_memcpy(&x, {{1}}, {4 * lanes});"
+    f" vector y = __builtin_ia32_permvarsf512((vector){{{{{entries}}}}}, (signed_words)(x >> {{2}}));"
+    f" __builtin_memcpy({{0}}, &y, {4 * lanes}); 0; }}}})"
+  )
+
+
 @dataclass(frozen=True)
 class Dialect:
   """A language of kernels; here, the instructions that more than one kind of target has.
@@ -759,6 +786,8 @@ class Cuda(Dialect):
 
 _ADD_PAIRS = {lanes: Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}) for lanes in (4, 8, 16)}
 _ADD_QUADS = {lanes: Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}) for lanes in (8, 16)}
+_GROUP_SCALES = {lanes: Instruction(f"group_scales_{lanes}", {"c": _group_scales(lanes)}) for lanes in (2, 4, 8, 16)}
+_LOOK_UP = {lanes: Instruction(f"look_up_{lanes}", {"c": _look_up(lanes)}) for lanes in (2, 4, 8, 16)}
 
 
 class Cpu(Dialect):
@@ -804,6 +833,31 @@ class Cpu(Dialect):
     """
     return statement(_ADD_QUADS[lanes], self.name, after, to, a, b)
 
+  def group_scales(self, lanes: int, to: UOp, words: UOp, offset: UOp | int, bias: int, *after: UOp) -> UOp:
+    """Set to[2i] and to[2i + 1], for i < lanes / 2, to the float32 with the bits (byte i << 20) + bias. A statement.
+
+    The first bit of a byte does not count.
+
+    Args:
+      lanes: 2, 4, 8 or 16.
+      to: INDEX of the first element that is written, float32.
+      words, offset: INDEX of a word, uint32, and how many bytes after its start byte 0 is.
+    """
+    return statement(_GROUP_SCALES[lanes], self.name, after, to, words, offset, bias)
+
+  def look_up(self, lanes: int, to: UOp, words: UOp, shift: int, table: tuple[float, ...], *after: UOp) -> UOp:
+    """Set to[i], for i < lanes, to table[words[i] >> shift & 15], on an x86 CPU with AVX-512. A statement.
+
+    Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VPERMPS.
+
+    Args:
+      lanes: 2, 4, 8 or 16.
+      to: INDEX of the first element that is written, float32.
+      words: INDEX of the first word, uint32.
+      table: 16 numbers.
+    """
+    return statement(_LOOK_UP[lanes], self.name, after, to, words, shift, *(UOp.const(x, dtypes.float) for x in table))
+
   @instruction(c=_dots("__builtin_memcpy(&a, {1}, 64);", "__builtin_memcpy(&b, {2}, 64);"))
   def dot_pairs(self, to: UOp, a: UOp, b: UOp, *after: UOp) -> Statement:
     """Add a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < 16, on an x86 CPU with AVX512-BF16. A statement.
@@ -843,5 +897,7 @@ _LIST = [
   *_LDMATRIX.values(),
   *_ADD_PAIRS.values(),
   *_ADD_QUADS.values(),
+  *_GROUP_SCALES.values(),
+  *_LOOK_UP.values(),
 ]
 INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)

@@ -140,6 +140,25 @@ def _add_quads(lanes: int) -> Callable[..., Any]:
   return _add_neighbours(lanes, sums)
 
 
+def _group_scales(lanes: int) -> Callable[..., Any]:
+  def spread(run: Run, u: UOp, to: Pointer, words: Pointer, offset: Any, bias: Any) -> None:
+    places = [offset + i // 2 for i in range(lanes)]
+    loaded = [words.memory.load(u, words.index + place // 4, words.dtype, 1)[0] for place in places]
+    bits = [(word >> np.uint32(place % 4 * 8) & 0x7F) << 20 for word, place in zip(loaded, places, strict=True)]
+    to.memory.store(u, to.index, to.dtype, [(x + np.uint32(bias)).view(np.float32) for x in bits])
+
+  return spread
+
+
+def _look_up(lanes: int) -> Callable[..., Any]:
+  def look_up(run: Run, u: UOp, to: Pointer, words: Pointer, shift: Any, *table: Any) -> None:
+    numbers = np.array(table, np.float32)
+    loaded = words.memory.load(u, words.index, words.dtype, lanes)
+    to.memory.store(u, to.index, to.dtype, [numbers[x >> np.uint32(shift) & 15] for x in loaded])
+
+  return look_up
+
+
 def _dot_pairs(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> None:
   _add_products(u, to, *(_bfloat16(u, x, 32) for x in (a, b)))
 
@@ -278,6 +297,8 @@ MEANINGS: dict[str, Meaning] = {
   "prefetch": lambda run, u, place: None,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
+  **{f"group_scales_{lanes}": _group_scales(lanes) for lanes in (2, 4, 8, 16)},
+  **{f"look_up_{lanes}": _look_up(lanes) for lanes in (2, 4, 8, 16)},
   "dot_pairs": _dot_pairs,
   "weighted_pair": _weighted_pair,
   "tile_config": tiles.config,

@@ -5,16 +5,19 @@ of a word. The group's scale is that of a lane: it is applied once to a sum over
 (P V).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 
 from uopattn.dsl.cpu.mainloop import KeyRows
-from uopattn.dsl.rules.four_bits import GROUP, PER_WORD, number_at, scale_of_group
+from uopattn.dsl.instructions import CPU
+from uopattn.dsl.rules.four_bits import GROUP, PER_WORD, number_at, numbers_of
 from uopattn.dsl.scope import Scope, sizes
 
-SHARED = 4 * GROUP // PER_WORD  # words of elements whose scales are in one word
+_BIAS = 127 - 7 << 23  # of the bits of a scale
+_SHIFT = 8  # of two in the numbers of a table, so that 2**-8 is in the scales; their bits are then put beside the bias
 
 
 def element_of(plane: UOp | int, word: UOp) -> UOp:
@@ -40,38 +43,51 @@ class NibbleRows:
 
   Attributes:
     keys: the rows, of elements of 4 bits.
+    looks_up: whether numbers are looked up in a vector of 16; for x86 CPUs with AVX-512.
   """
 
   keys: KeyRows
+  looks_up: bool
 
   @property
   def words(self) -> int:
     """Words of elements in a row."""
     return self.keys.rows.size // PER_WORD
 
-  def numbers(self, n: UOp, word: UOp, planes: range) -> list[UOp]:
-    """The elements of key n in these planes of a word, without scales, float32."""
-    rows = self.keys.rows
+  def vector(self, s: Scope, n: UOp, first: UOp, width: int, planes: range, within: tuple[UOp, ...]) -> "NibbleVector":
+    """Unpack planes of `width` words of key n, from `first` on, a multiple of `width`, which is 2, 4, 8 or 16."""
+    rows, row = self.keys.rows, self.keys.row(n)
     assert rows.four is not None
-    bits = rows.word(self.keys.row(n), word)
-    return [number_at(bits, plane * 4, rows.four) for plane in planes]
+    group, to = first * PER_WORD // GROUP, s.buffer(width)
+    bias = _BIAS - (_SHIFT << 23) * self.looks_up
+    scales = CPU.group_scales(width, to[0], rows.word(row, self.words + group // 4), group % 4, bias, *within)
+    scale = to.after(scales)
+    if not self.looks_up:
+      four = rows.four
+      return NibbleVector(scale, lambda x, m: number_at(rows.word(row, first + m).load(), planes[x] * 4, four))
+    table = tuple(x * 2.0**_SHIFT for x in numbers_of(rows.four))
+    numbers = [s.buffer(width) for _ in planes]
+    numbers = [
+      to.after(CPU.look_up(width, to[0], rows.word(row, first), plane * 4, table, *within))
+      for to, plane in zip(numbers, planes, strict=True)
+    ]
+    return NibbleVector(scale, lambda x, m: numbers[x][m].load())
 
-  def scale(self, n: UOp, first: UOp, lane: UOp) -> UOp:
-    """The scale of the group of word first + lane of key n, float32.
 
-    The scales of all lanes, at most 16, are loaded as one number, from which each lane shifts its own: from an index or
-    a choice that differs between lanes clang would make gathers.
-    """
-    row, of_word = self.keys.row(n), self.words + first // SHARED
-    scales = self.keys.rows.word(row, of_word)
-    if lane.vmax >= SHARED:
-      scales = scales.cast(dtypes.ulong) | self.keys.rows.word(row, of_word + 1).cast(dtypes.ulong) << 32
-    shift = (first % SHARED + lane) * PER_WORD // GROUP * 8
-    return scale_of_group(((scales >> shift.cast(scales.dtype)) & 0xFF).cast(dtypes.int))
+@dataclass(frozen=True, eq=False)
+class NibbleVector:
+  """Words of elements of one key.
 
-  def dot(self, q: UOp, r: UOp, n: UOp, first: UOp, lane: UOp) -> UOp:
-    """The product of what row r of `in_planes` and key n have in word first + lane."""
-    word = first + lane
-    products = [q[r, plane, word] * x for plane, x in enumerate(self.numbers(n, word, range(PER_WORD)))]
+  Attributes:
+    scales: the scale of each word, float32.
+    number: maps a plane, by its place among those unpacked, and a word to the element there without its scale, float32.
+  """
+
+  scales: UOp
+  number: Callable[[int, UOp], UOp]
+
+  def dot(self, q: UOp, r: UOp, first: UOp, m: UOp) -> UOp:
+    """The product of what row r of `in_planes` and the key have in word first + m."""
+    products = [q[r, plane, first + m] * self.number(plane, m) for plane in range(PER_WORD)]
     halves = [reduce(UOp.__add__, products[i::2]) for i in range(2)]  # two chains of dependent sums
-    return (halves[0] + halves[1]) * self.scale(n, first, lane)
+    return (halves[0] + halves[1]) * self.scales[m]

@@ -20,6 +20,16 @@ def register_blocks(length: int, width: int) -> list[tuple[int, int, int]]:
   return [(0, whole, width)] * (whole > 0) + [(whole * width, 1, rest)] * (rest > 0)
 
 
+def vector_blocks(length: int, lanes: int) -> list[tuple[int, int, int]]:
+  """Split `length` elements into vectors of powers of two: (first element, vectors, elements of each) of each size."""
+  blocks, begin = [], 0
+  while begin < length:
+    width = min(lanes, 1 << (length - begin).bit_length() - 1)
+    blocks.append((begin, (length - begin) // width, width))
+    begin += (length - begin) // width * width
+  return blocks
+
+
 def zeros(s: Scope, rows: int, lanes: int, within: tuple[UOp, ...]) -> UOp:
   """Allocate an accumulator (rows, lanes) that is zeroed on every trip of the axes `within`; see `accumulate`."""
   acc, m = s.buffer(rows, lanes), s.axis(lanes)

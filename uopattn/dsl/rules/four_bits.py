@@ -107,6 +107,14 @@ def number_of(nibble: Bits, stored: FourBits) -> Bits:
   return (nibble < 8).where(doubled, -doubled)
 
 
+def numbers_of(stored: FourBits) -> tuple[float, ...]:
+  """`number_of` each of the 16 elements."""
+  if stored == INT4:
+    return tuple(float((x ^ 8) - 8) for x in range(16))
+  magnitudes = 0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0
+  return *magnitudes, *(-x for x in magnitudes)
+
+
 def scale_of_group(byte: Bits) -> Bits:
   """The float32 number that the bits of a group's scale, int32, stand for."""
   return ((byte << 20) + (127 - 7 << 23)).bitcast(dtypes.float)

@@ -247,8 +247,8 @@ class HeadView:
     return as_type(self.x, dtypes.uint)[place if inside is None else place.valid(inside)]
 
   def word(self, row: UOp, word: UOp) -> UOp:
-    """Load a 32-bit word of a row of elements of 4 bits; see `_word`."""
-    return self._word(self.start(row), word, None).load()
+    """Index a 32-bit word of a row of elements of 4 bits; see `_word`."""
+    return self._word(self.start(row), word, None)
 
   def four_bits(self, start: UOp, column: UOp, count: int, inside: UOp | None = None) -> list[UOp]:
     """Load the bits of widened elements of 4 bits of the row that starts at a byte, from a column on; see `bits_of`.
