@@ -32,10 +32,9 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import Scope, exp2, make_kernel, sizes
 from uopattn.dsl.cpu.mainloop import KeyRows, QueryBlock
-from uopattn.dsl.cpu.nibbles import NibbleRows, NibbleVector, in_planes, place_of
+from uopattn.dsl.cpu.nibbles import NibbleRows, NibbleVector, Planes
 from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, register_blocks, vector_blocks, zeros
 from uopattn.dsl.instructions import CPU
-from uopattn.dsl.rules.four_bits import PER_WORD
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
@@ -110,8 +109,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   block = QueryBlock.open(s, q, o, rules, tiles.block_m, tiles.blocks_per_call, repeats=True)
   block_m, outer, keys = tiles.block_m, block.axes, block.key_tiles(min(tiles.block_n, N))
   q_rows = load_queries(s, q, block, scaling.pre, tiles)
-  if planes := rules.at(block.head).keys(k).four is not None:
-    q_rows = in_planes(s, q_rows, outer)
+  four = rules.at(block.head).keys(k).four is not None
+  if four:
+    q_rows = Planes(Dk, tiles.lanes).copy(s, q_rows, outer)
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)  # of 4 bits, plane by plane
   m_i = s.assign(s.buffer(block_m), lambda r: LOWEST, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)  # one partial sum per lane
@@ -137,6 +137,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   acc, m_i, l_i = (x.after(end) for x in (acc, m_i, l_i))
   l_i = fold(s, l_i, UOp.__add__, outer)
+  planes = Planes(Dv, tiles.lanes) if four else None
   stores = block.epilogue(s, lse, m_i, l_i, scaling, block_m, lambda factor: store_o(s, o, block, acc, factor, planes))
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   return make_kernel(name, outer, *stores)
@@ -160,11 +161,11 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
   For each strip of keys all rows are processed in turn, so that memory is read evenly, not only in the first row strip.
   """
   block_m, rows, lanes = sizes(q)[0], tiles.unroll_m, tiles.lanes
-  nibbles = NibbleRows(k, lanes == 16) if k.rows.four is not None else None
+  nibbles = NibbleRows(k, lanes) if k.rows.four is not None else None
   if nibbles is None:
     chunks_of_row = register_blocks(k.rows.size, 2 * lanes if tiles.pairs else lanes)
-  else:  # of words
-    chunks_of_row = vector_blocks(nibbles.words, lanes)
+  else:
+    chunks_of_row = vector_blocks(nibbles.planes.size, lanes)
   products, row_strips = s.buffer(block_m, block_n), block_m // rows
   chunks_in_all = sum(chunks for _, chunks, _ in chunks_of_row)
   ends = []
@@ -177,7 +178,7 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
       @cache
       def unpacked(key_of_strip: int, i: UOp) -> NibbleVector:
         assert nibbles is not None
-        return nibbles.vector(s, key + key_of_strip, begin + i * width, width, range(PER_WORD), (*inner, i))
+        return nibbles.vector(s, key + key_of_strip, begin + i * width, width, range(nibbles.planes.count), (*inner, i))
 
       def term(a: int, i: UOp, w: UOp) -> UOp:
         first, row, n = begin + i * width, first_row + a // keys, key + a % keys
@@ -278,7 +279,7 @@ def multiply_pv(
   (block_m, block_n), rows = sizes(p), tiles.unroll_m
   row_strips, strips = block_m // rows, column_strips(v, tiles)
   strips_in_all = sum(count for _, _, count, _ in strips)
-  nibbles = NibbleRows(v, tiles.lanes == 16) if v.rows.four is not None else None
+  nibbles = NibbleRows(v, tiles.lanes) if v.rows.four is not None else None
   keys = 2 if tiles.pairs else 1  # added per step
   weights = p
   if tiles.pairs:
@@ -323,7 +324,7 @@ def multiply_pv(
     stores = []
     for a in range(rows * len(planes)):
       row, plane = first_row + a // len(planes), planes[a % len(planes)]
-      place = acc[row, column + m if nibbles is None else plane * nibbles.words + column + m]
+      place = acc[row, column + m if nibbles is None else plane * nibbles.planes.size + column + m]
       stores.append(place.store(place * alpha[row] + out[a, m]))
     ends.append(UOp.group(*stores).end(strip, row_strip, m))
   return UOp.group(*ends)
@@ -332,18 +333,19 @@ def multiply_pv(
 def column_strips(v: KeyRows, tiles: Tiles) -> list[tuple[range, int, int, int]]:
   """The strips of value columns: (planes, first column, strips, columns per strip) of each kind.
 
-  Columns of elements of 4 bits are words, of which a strip has some planes; others are one plane.
+  Columns of elements of 4 bits are lanes, of which a strip has some planes; others are one plane.
   """
   if v.rows.four is None:
     return [(range(1), *x) for x in register_blocks(v.rows.size, tiles.unroll_d * tiles.lanes)]
-  groups = [range(first, min(first + tiles.unroll_d, PER_WORD)) for first in range(0, PER_WORD, tiles.unroll_d)]
-  return [(planes, *x) for planes in groups for x in vector_blocks(v.rows.size // PER_WORD, tiles.lanes)]
+  layout, most = Planes(v.rows.size, tiles.lanes), tiles.unroll_d
+  groups = [range(first, min(first + most, layout.count)) for first in range(0, layout.count, most)]
+  return [(planes, *x) for planes in groups for x in vector_blocks(layout.size, tiles.lanes)]
 
 
-def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp, planes: bool) -> UOp:
-  """Store the output, O times a factor per row; `planes` says whether O is plane by plane."""
+def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp, planes: Planes | None) -> UOp:
+  """Store the output, O times a factor per row; O is plane by plane if `planes` is given."""
   r, d = (s.axis(size) for size in sizes(acc))
-  place = place_of(d, sizes(acc)[1] // PER_WORD) if planes else d
+  place = d if planes is None else planes.place(d)
   # If no key exists, what was read instead may be NaN.
   value = (block.rules.length > 0).where(acc[r, place] * factor[r], 0.0)
   return o[block.result, block.row(r), d].store(value.cast(o.dtype)).end(r, d)

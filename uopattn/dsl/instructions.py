@@ -195,30 +195,33 @@ def _dots(left: str, right: str) -> str:
   )
 
 
-def _group_scales(lanes: int) -> str:
+def _group_scales(lanes: int, each: int) -> str:
   """C text of `Cpu.group_scales`."""
-  size = 4 * lanes
-  number = {2: "unsigned char", 4: "unsigned short", 8: "unsigned", 16: "unsigned long long"}[lanes]
+  size, count = 4 * lanes, lanes // each
+  number = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[count]
   # All bytes are in each 16 bytes of the vector, so that none moves from one to another.
-  places = [i // 4 * 16 + i // 2 for i in range(lanes) for _ in range(4)]
+  places = [i // 4 * 16 + i // each for i in range(lanes) for _ in range(4)]
   return (
     f"({{{{ typedef {number} numbers __attribute__((vector_size({size}))); typedef unsigned char bytes"
     f" __attribute__((vector_size({size}))); typedef unsigned words __attribute__((vector_size({size}))); {number} x;"
-    f" __builtin_memcpy(&x, (const char *){{1}} + {{2}}, {lanes // 2}); bytes all = (bytes)(x - (numbers){{{{}}}});"
+    f" __builtin_memcpy(&x, (const char *){{1}} + {{2}}, {count}); bytes all = (bytes)(x - (numbers){{{{}}}});"
     f" words y = (words)__builtin_shufflevector(all, all, {', '.join(map(str, places))});"
     f" y = (y >> 4 & 0x07f00000) + {{3}}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
   )
 
 
-def _look_up(lanes: int) -> str:
+def _look_up(lanes: int, per_word: int) -> str:
   """C text of `Cpu.look_up`."""
-  entries = ", ".join(f"{{{i}}}" for i in range(3, 19))
+  of_lane, entries = {1: "unsigned", 2: "unsigned short"}[per_word], ", ".join(f"{{{i}}}" for i in range(3, 19))
+  types = {"float": "vector", "int": "indices", "unsigned": "words"}
+  declared = "".join(f" typedef {of} {name} __attribute__((vector_size(64)));" for of, name in types.items())
+  # Without the empty asm clang shifts before it widens, so that each plane is widened.
   return (
-    "({{ typedef float vector __attribute__((vector_size(64))); typedef int signed_words"
-    " __attribute__((vector_size(64))); typedef unsigned words __attribute__((vector_size(64)));"
-    f" words x = {{{{}}}}; __builtin_memcpy(&x, {{1}}, {4 * lanes});"
-    f" vector y = __builtin_ia32_permvarsf512((vector){{{{{entries}}}}}, (signed_words)(x >> {{2}}));"
-    f" __builtin_memcpy({{0}}, &y, {4 * lanes}); 0; }}}})"
+    f"({{{{{declared} typedef {of_lane} lanes __attribute__((vector_size({64 // per_word}))); lanes x = {{{{}}}};"
+    f" __builtin_memcpy(&x, {{1}}, {4 * lanes // per_word}); words y = __builtin_convertvector(x, words);"
+    f"""{' __asm__("" : "+v"(y));' if per_word == 2 else ""}"""
+    f" vector z = __builtin_ia32_permvarsf512((vector){{{{{entries}}}}}, (indices)(y >> {{2}}));"
+    f" __builtin_memcpy({{0}}, &z, {4 * lanes}); 0; }}}})"
   )
 
 
@@ -786,8 +789,19 @@ class Cuda(Dialect):
 
 _ADD_PAIRS = {lanes: Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}) for lanes in (4, 8, 16)}
 _ADD_QUADS = {lanes: Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}) for lanes in (8, 16)}
-_GROUP_SCALES = {lanes: Instruction(f"group_scales_{lanes}", {"c": _group_scales(lanes)}) for lanes in (2, 4, 8, 16)}
-_LOOK_UP = {lanes: Instruction(f"look_up_{lanes}", {"c": _look_up(lanes)}) for lanes in (2, 4, 8, 16)}
+_GROUP_SCALES = {
+  (lanes, each): Instruction(
+    f"group_scales_{lanes}_{each}", {"c": _group_scales(lanes, each)}, parameters=(lanes, each)
+  )
+  for lanes in (2, 4, 8, 16)
+  for each in (2, 4)
+  if lanes >= each
+}
+_LOOK_UP = {
+  (lanes, per): Instruction(f"look_up_{lanes}_{per}", {"c": _look_up(lanes, per)}, parameters=(lanes, per))
+  for lanes in (2, 4, 8, 16)
+  for per in (1, 2)
+}
 
 
 class Cpu(Dialect):
@@ -833,30 +847,36 @@ class Cpu(Dialect):
     """
     return statement(_ADD_QUADS[lanes], self.name, after, to, a, b)
 
-  def group_scales(self, lanes: int, to: UOp, words: UOp, offset: UOp | int, bias: int, *after: UOp) -> UOp:
-    """Set to[2i] and to[2i + 1], for i < lanes / 2, to the float32 with the bits (byte i << 20) + bias. A statement.
+  def group_scales(self, lanes: int, each: int, to: UOp, words: UOp, offset: UOp | int, bias: int, *after: UOp) -> UOp:
+    """Set to[i], for i < lanes, to the float32 with the bits (byte i // each << 20) + bias. A statement.
 
     The first bit of a byte does not count.
 
     Args:
       lanes: 2, 4, 8 or 16.
+      each: lanes per byte: 2 or 4.
       to: INDEX of the first element that is written, float32.
       words, offset: INDEX of a word, uint32, and how many bytes after its start byte 0 is.
     """
-    return statement(_GROUP_SCALES[lanes], self.name, after, to, words, offset, bias)
+    return statement(_GROUP_SCALES[lanes, each], self.name, after, to, words, offset, bias)
 
-  def look_up(self, lanes: int, to: UOp, words: UOp, shift: int, table: tuple[float, ...], *after: UOp) -> UOp:
-    """Set to[i], for i < lanes, to table[words[i] >> shift & 15], on an x86 CPU with AVX-512. A statement.
+  def look_up(
+    self, lanes: int, per_word: int, to: UOp, words: UOp, shift: int, table: tuple[float, ...], *after: UOp
+  ) -> UOp:
+    """Set to[i], for i < lanes, to the entry of `table` that four bits of lane i name. A statement.
 
-    Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VPERMPS.
+    On an x86 CPU with AVX-512. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VPERMPS.
 
     Args:
       lanes: 2, 4, 8 or 16.
+      per_word: lanes per word of 32 bits: 1 or 2.
       to: INDEX of the first element that is written, float32.
       words: INDEX of the first word, uint32.
+      shift: the four bits' place in a lane.
       table: 16 numbers.
     """
-    return statement(_LOOK_UP[lanes], self.name, after, to, words, shift, *(UOp.const(x, dtypes.float) for x in table))
+    entries = [UOp.const(x, dtypes.float) for x in table]
+    return statement(_LOOK_UP[lanes, per_word], self.name, after, to, words, shift, *entries)
 
   @instruction(c=_dots("__builtin_memcpy(&a, {1}, 64);", "__builtin_memcpy(&b, {2}, 64);"))
   def dot_pairs(self, to: UOp, a: UOp, b: UOp, *after: UOp) -> Statement:

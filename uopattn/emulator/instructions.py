@@ -14,6 +14,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.cpu import amx
+from uopattn.dsl.instructions import INSTRUCTIONS
 
 from . import alu, copies, mbarrier, semaphores, tiles, tracks, warpgroup
 from .copies import CHUNK
@@ -140,23 +141,28 @@ def _add_quads(lanes: int) -> Callable[..., Any]:
   return _add_neighbours(lanes, sums)
 
 
-def _group_scales(lanes: int) -> Callable[..., Any]:
+def _group_scales(lanes: int, each: int) -> Meaning:
   def spread(run: Run, u: UOp, to: Pointer, words: Pointer, offset: Any, bias: Any) -> None:
-    places = [offset + i // 2 for i in range(lanes)]
-    loaded = [words.memory.load(u, words.index + place // 4, words.dtype, 1)[0] for place in places]
-    bits = [(word >> np.uint32(place % 4 * 8) & 0x7F) << 20 for word, place in zip(loaded, places, strict=True)]
+    places = [int(offset) + i // each for i in range(lanes)]
+    bits = [(_word(u, words, place // 4) >> np.uint32(place % 4 * 8) & 0x7F) << 20 for place in places]
     to.memory.store(u, to.index, to.dtype, [(x + np.uint32(bias)).view(np.float32) for x in bits])
 
   return spread
 
 
-def _look_up(lanes: int) -> Callable[..., Any]:
+def _look_up(lanes: int, per_word: int) -> Meaning:
   def look_up(run: Run, u: UOp, to: Pointer, words: Pointer, shift: Any, *table: Any) -> None:
-    numbers = np.array(table, np.float32)
-    loaded = words.memory.load(u, words.index, words.dtype, lanes)
-    to.memory.store(u, to.index, to.dtype, [numbers[x >> np.uint32(shift) & 15] for x in loaded])
+    numbers = np.array([float(x) for x in table], np.float32)
+    shifts = [np.uint32(int(shift) + i % per_word * 16) for i in range(lanes)]
+    bits = [_word(u, words, i // per_word) >> shift & 15 for i, shift in enumerate(shifts)]
+    to.memory.store(u, to.index, to.dtype, [numbers[x] for x in bits])
 
   return look_up
+
+
+def _word(u: UOp, words: Pointer, i: int) -> Any:
+  """The i-th word from a place on, uint32."""
+  return words.memory.load(u, words.index + i, words.dtype, 1)[0]
 
 
 def _dot_pairs(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> None:
@@ -297,8 +303,8 @@ MEANINGS: dict[str, Meaning] = {
   "prefetch": lambda run, u, place: None,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
-  **{f"group_scales_{lanes}": _group_scales(lanes) for lanes in (2, 4, 8, 16)},
-  **{f"look_up_{lanes}": _look_up(lanes) for lanes in (2, 4, 8, 16)},
+  **{name: _group_scales(*x.parameters) for name, x in INSTRUCTIONS.items() if name.startswith("group_scales_")},
+  **{name: _look_up(*x.parameters) for name, x in INSTRUCTIONS.items() if name.startswith("look_up_")},
   "dot_pairs": _dot_pairs,
   "weighted_pair": _weighted_pair,
   "tile_config": tiles.config,
