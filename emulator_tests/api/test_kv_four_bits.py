@@ -14,11 +14,13 @@ from tinygrad.dtype import DType
 from uopattn import KVCache, RingCache, append_paged, attention, attention_paged
 from uopattn.dsl import sizes
 from uopattn.dsl.cpu import nibbles
+from uopattn.dsl.instructions import Cpu
 from uopattn.dsl.nvidia import narrow
 from uopattn.dsl.rules import head_view
 from uopattn.dsl.rules.quantized import FORMATS, INT4, NVFP4, FourBits
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cuda_forward
+from uopattn.kernels.cpu_decode import Tiles
 from uopattn.plan.dispatch import dispatch
 from uopattn.proof.gate import Gate, numpy
 from uopattn.proof.oracle import Array
@@ -35,17 +37,17 @@ def realize(cache: KVCache | RingCache) -> None:
 
 
 def filled(kind: str, rows: tuple[Array, Array], device: str = "CPU") -> KVCache:
-  cache = KVCache(B, HKV, N, DK, DV, dtype=kind, device=device)
+  cache = KVCache(B, HKV, N, *(x.shape[-1] for x in rows), dtype=kind, device=device)
   k, v = (Tensor(x, device=device) for x in rows)
   cache.append(k, v, 0)
   realize(cache)
   return cache
 
 
-def drawn(seed: int = 0) -> tuple[Array, Array]:
+def drawn(seed: int = 0, head_sizes: tuple[int, int] = (DK, DV)) -> tuple[Array, Array]:
   rng = np.random.default_rng(seed)
   factors = np.exp2(np.arange(LENGTH) % 5 - 2).reshape(1, 1, -1, 1)
-  k, v = ((rng.standard_normal((B, HKV, LENGTH, D)) * factors).astype(np.float32) for D in (DK, DV))
+  k, v = ((rng.standard_normal((B, HKV, LENGTH, D)) * factors).astype(np.float32) for D in head_sizes)
   return k, v
 
 
@@ -57,15 +59,22 @@ def stood_for(packed: Tensor, row_scale: Tensor | None, kind: str, D: int) -> Ar
 
 
 def check_attend(
-  cache: KVCache, kind: str, q_dtype: DType, M: int, device: str = "CPU", backend: str = "kernel"
+  cache: KVCache,
+  kind: str,
+  q_dtype: DType,
+  M: int,
+  device: str = "CPU",
+  backend: str = "kernel",
+  head_sizes: tuple[int, int] = (DK, DV),
 ) -> None:
   """Check the last M queries of the text on a device; what is behind it there is no number."""
-  keys, values = stood_for(cache.k, cache.k_scale, kind, DK), stood_for(cache.v, cache.v_scale, kind, DV)
+  Dk, Dv = head_sizes
+  keys, values = stood_for(cache.k, cache.k_scale, kind, Dk), stood_for(cache.v, cache.v_scale, kind, Dv)
   for name in ("k", "v", "k_scale", "v_scale"):
     array = getattr(cache, name).numpy()
     array[:, :, LENGTH:] = 255 if array.dtype == np.uint8 else math.nan
     setattr(cache, name, placed(array, device=device))
-  q = placed(np.random.default_rng(1).standard_normal((B, HQ, M, DK), np.float32), q_dtype, device)
+  q = placed(np.random.default_rng(1).standard_normal((B, HQ, M, Dk), np.float32), q_dtype, device)
   out, lse = cache.attend(q, LENGTH - M, return_lse=True, backend=backend)
   Tensor.realize(out, lse)
   gate = Gate.of_arrays(numpy(q), keys, values, q.dtype, is_causal=True, q_start=LENGTH - M)
@@ -91,6 +100,23 @@ def test_elements_are_rounded_to_nearest(kind: str) -> None:
 @pytest.mark.parametrize(("M", "q_dtype"), [(1, dtypes.float32), (3, dtypes.half), (40, dtypes.bfloat16)], ids=str)
 def test_on_the_cpu(kind: str, M: int, q_dtype: DType) -> None:
   check_attend(filled(kind, drawn()), kind, q_dtype, M)
+
+
+@pytest.mark.kinds(kind=("int4",), head_sizes=((128, 64),))
+@pytest.mark.parametrize("head_sizes", [(128, 64), (96, 256), (16, 128)])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_lanes_of_words_and_of_halves(kind: str, head_sizes: tuple[int, int]) -> None:
+  check_attend(filled(kind, drawn(0, head_sizes)), kind, dtypes.float32, 1, head_sizes=head_sizes)
+
+
+@pytest.mark.kinds(kind=("nvfp4",))
+@pytest.mark.parametrize(("lanes", "head_sizes"), [(16, (128, 64)), (16, (48, 144)), (8, (64, 96)), (4, (32, 80))])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_decode_on_any_cpu(kind: str, lanes: int, head_sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+  """The kernel for vectors of so many lanes, on the emulator."""
+  take_tiles(monkeypatch, Tiles(2, 16, 2, 3, 3, lanes))
+  with on("amx"):
+    check_attend(filled(kind, drawn(0, head_sizes)), kind, dtypes.float32, 1, "EMU", head_sizes=head_sizes)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -149,7 +175,8 @@ def test_another_kernel_serves(target: Target, name: str) -> None:
   assert dispatch(replace(usual, **given), target).schedule.name == name
 
 
-bits_of, number_at, crossed = head_view.bits_of, nibbles.number_at, narrow.crossed
+bits_of, number_at, numbers_of, crossed = head_view.bits_of, nibbles.number_at, nibbles.numbers_of, narrow.crossed
+group_scales, look_up = Cpu.group_scales, Cpu.look_up
 
 
 def of_the_next_group(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> list[UOp]:
@@ -168,20 +195,59 @@ def numbers_of_the_other_format(word: UOp, shift: int, stored: FourBits) -> UOp:
   return number_at(word, shift, NVFP4 if stored == INT4 else INT4)
 
 
-def planes_in_the_order_of_memory(plane: UOp | int, word: UOp) -> UOp:
-  return word * 8 + plane
+def entries_of_the_other_format(stored: FourBits) -> tuple[float, ...]:
+  return numbers_of(NVFP4 if stored == INT4 else INT4)
+
+
+def planes_in_the_order_of_memory(planes: nibbles.Planes, plane: UOp, lane: UOp) -> UOp:
+  return lane * planes.count + plane
+
+
+def scales_of_the_next_group(cpu: Cpu, lanes: int, each: int, to: UOp, words: UOp, offset: UOp, *rest: Any) -> UOp:
+  return group_scales(cpu, lanes, each, to, words, offset ^ 1, *rest)
+
+
+def low_halves_of_words(cpu: Cpu, lanes: int, per_word: int, *rest: Any) -> UOp:
+  return look_up(cpu, lanes, 1, *rest)
+
+
+def rounded_down(cpu: Cpu, lanes: int, per_word: int, to: UOp, words: UOp, shift: int, table: Any, *rest: Any) -> UOp:
+  return look_up(cpu, lanes, per_word, to, words, shift, (*table[:7], table[6], *table[8:]), *rest)
 
 
 def scale_of_the_other_row(a: UOp, b: UOp, stored: DType, to: DType, scales: UOp) -> list[UOp]:
   return crossed(a, b, stored, to, (scales << 16) | (scales >> 16))
 
 
+LANES = (  # mistakes of CPU decode: how many lanes, where, what stands there
+  (16, nibbles, "numbers_of", entries_of_the_other_format),
+  (8, nibbles, "number_at", numbers_of_the_other_format),
+  *((lanes, nibbles.Planes, "element", planes_in_the_order_of_memory) for lanes in (16, 8)),
+  *((lanes, Cpu, "group_scales", scales_of_the_next_group) for lanes in (16, 8)),
+  (16, Cpu, "look_up", low_halves_of_words),
+  (16, Cpu, "look_up", rounded_down),
+)
+
+
+@pytest.mark.kinds(kind=("int4",))
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("lanes", "module", "name", "mistake"), LANES, ids=[f"{x[0]}-{x[3].__name__}" for x in LANES])
+def test_a_mistake_in_decode_on_a_cpu_is_caught(
+  lanes: int, module: Any, name: str, mistake: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  cache = filled(kind, drawn(0, (64, 64)))
+  compiled.cache_clear()
+  take_tiles(monkeypatch, Tiles(2, 16, 2, 3, 8, lanes))
+  monkeypatch.setattr(module, name, mistake)
+  with on("amx"), pytest.raises(AssertionError, match="worst at"):
+    check_attend(cache, kind, dtypes.float32, 1, "EMU", head_sizes=(64, 64))
+  compiled.cache_clear()
+
+
 MISTAKES = (  # where, what stands there, and on which device, for how many queries
   (head_view, "bits_of", of_the_next_group, "CPU", 40),
   (head_view, "bits_of", of_the_other_format, "CPU", 40),
   (head_view, "of_word", in_the_order_of_memory, "CPU", 40),
-  (nibbles, "number_at", numbers_of_the_other_format, "CPU", 1),
-  (nibbles, "element_of", planes_in_the_order_of_memory, "CPU", 1),
   (narrow, "crossed", scale_of_the_other_row, "EMU", 1),
 )
 

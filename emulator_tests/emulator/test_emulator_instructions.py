@@ -1,5 +1,7 @@
 """Each instruction of uopattn.dsl.instructions: its meaning on the emulator, its operands' limits, its texts."""
 
+import functools
+import string
 from collections.abc import Callable
 
 import numpy as np
@@ -315,7 +317,7 @@ def test_every_instruction_has_a_meaning_and_texts_of_its_own():
   assert {instruction.name for instruction in found if instruction is not None} == set(MEANINGS)
   assert None not in found
   for text in texts:
-    rendered = text.format(*"abcdefghijkl")  # braces are balanced
+    rendered = text.format(*string.ascii_letters)  # braces are balanced
     assert rendered.count("(") == rendered.count(")")
     assert rendered.count("{") == rendered.count("}")
 
@@ -368,6 +370,35 @@ def test_add_quads(lanes):
   x, got = joined(CPU.add_quads, lanes)
   x = x.reshape(32, lanes // 4, 2, 4)
   np.testing.assert_array_equal(got.reshape(32, -1, 4), x[:, :, 0] + x[:, :, 1])
+
+
+def of_words(instruction, lanes, *more):
+  """Random words, (32, lanes), and what a CPU's instruction makes of each row."""
+
+  def body(o, x):
+    t, words, y = threads(32), reg(0, lanes, dtype=dtypes.uint), reg(1, lanes)
+    filled = UOp.group(*[words[i].store(x[t * lanes + i].load()) for i in range(lanes)])
+    done = instruction(y[0], words.after(filled)[0], *more, filled)
+    return kernel("of_words", [o[t * lanes + i].store(y.after(done)[i].load()) for i in range(lanes)], t)
+
+  x = RNG.integers(0, 2**32, (32, lanes), dtype=np.uint32)
+  return x, launch(body, np.zeros(32 * lanes, np.float32), x.ravel(), arch="gfx1100").reshape(32, lanes)
+
+
+@pytest.mark.parametrize(("lanes", "each", "offset"), [(16, 2, 0), (16, 4, 4), (8, 4, 2), (4, 2, 6), (2, 2, 3)])
+def test_group_scales(lanes, each, offset):
+  x, got = of_words(functools.partial(CPU.group_scales, lanes, each), lanes, offset, 120 << 23)
+  numbers = x.view(np.uint8).reshape(32, -1)[:, offset : offset + lanes // each].astype(np.uint32) & 0x7F
+  expected = ((numbers << 20) + (120 << 23)).astype(np.uint32).view(np.float32)
+  np.testing.assert_array_equal(got, expected.repeat(each, 1))
+
+
+@pytest.mark.parametrize(("lanes", "per_word", "shift"), [(16, 1, 28), (16, 2, 12), (8, 1, 0), (4, 2, 4)])
+def test_look_up(lanes, per_word, shift):
+  table = tuple(float(i * i - 40) / 4 for i in range(16))
+  x, got = of_words(functools.partial(CPU.look_up, lanes, per_word), lanes, shift, table)
+  numbers = x.view({1: np.uint32, 2: np.uint16}[per_word]).reshape(32, -1)[:, :lanes] >> shift & 15
+  np.testing.assert_array_equal(got, np.array(table, np.float32)[numbers])
 
 
 def test_products_of_pairs():

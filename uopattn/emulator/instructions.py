@@ -141,23 +141,17 @@ def _add_quads(lanes: int) -> Callable[..., Any]:
   return _add_neighbours(lanes, sums)
 
 
-def _group_scales(lanes: int, each: int) -> Meaning:
-  def spread(run: Run, u: UOp, to: Pointer, words: Pointer, offset: Any, bias: Any) -> None:
-    places = [int(offset) + i // each for i in range(lanes)]
-    bits = [(_word(u, words, place // 4) >> np.uint32(place % 4 * 8) & 0x7F) << 20 for place in places]
-    to.memory.store(u, to.index, to.dtype, [(x + np.uint32(bias)).view(np.float32) for x in bits])
-
-  return spread
+def _group_scales(run: Run, u: UOp, lanes: int, each: int, to: Pointer, words: Pointer, offset: Any, bias: Any) -> None:
+  places = [int(offset) + i // each for i in range(lanes)]
+  bits = [(_word(u, words, place // 4) >> np.uint32(place % 4 * 8) & 0x7F) << 20 for place in places]
+  to.memory.store(u, to.index, to.dtype, [(x + np.uint32(bias)).view(np.float32) for x in bits])
 
 
-def _look_up(lanes: int, per_word: int) -> Meaning:
-  def look_up(run: Run, u: UOp, to: Pointer, words: Pointer, shift: Any, *table: Any) -> None:
-    numbers = np.array([float(x) for x in table], np.float32)
-    shifts = [np.uint32(int(shift) + i % per_word * 16) for i in range(lanes)]
-    bits = [_word(u, words, i // per_word) >> shift & 15 for i, shift in enumerate(shifts)]
-    to.memory.store(u, to.index, to.dtype, [numbers[x] for x in bits])
-
-  return look_up
+def _look_up(run: Run, u: UOp, lanes: int, per_word: int, to: Pointer, words: Pointer, shift: Any, *table: Any) -> None:
+  numbers = np.array([float(x) for x in table], np.float32)
+  shifts = [np.uint32(int(shift) + i % per_word * 16) for i in range(lanes)]
+  bits = [_word(u, words, i // per_word) >> shift & 15 for i, shift in enumerate(shifts)]
+  to.memory.store(u, to.index, to.dtype, [numbers[x] for x in bits])
 
 
 def _word(u: UOp, words: Pointer, i: int) -> Any:
@@ -303,8 +297,8 @@ MEANINGS: dict[str, Meaning] = {
   "prefetch": lambda run, u, place: None,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
-  **{name: _group_scales(*x.parameters) for name, x in INSTRUCTIONS.items() if name.startswith("group_scales_")},
-  **{name: _look_up(*x.parameters) for name, x in INSTRUCTIONS.items() if name.startswith("look_up_")},
+  **{name: _group_scales for name in INSTRUCTIONS if name.startswith("group_scales_")},
+  **{name: _look_up for name in INSTRUCTIONS if name.startswith("look_up_")},
   "dot_pairs": _dot_pairs,
   "weighted_pair": _weighted_pair,
   "tile_config": tiles.config,
