@@ -5,7 +5,8 @@ head. This kernel packs the query heads that share a key head into one block (GQ
     S = Q K^T           (rows, block_n)   lanes along the head size, folded after each strip of keys
     m, P, l             online softmax, lanes along the keys; l is one partial sum per lane
     O = O alpha + P V   (rows, Dv)   lanes along the value columns
-K and V are read in memory order, straight into registers; 16-bit elements are widened there.
+K and V are read in memory order, straight into registers; 16-bit elements are widened there. How those of 4 bits are
+unpacked is in `uopattn.dsl.cpu.nibbles`.
 
 Memory bandwidth limits the speed, so reads must always be in flight. Q K^T, softmax and P V alternate too quickly for
 the hardware prefetcher. Q K^T therefore prefetches the tile's values, cache line by cache line, and P V prefetches the
