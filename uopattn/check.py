@@ -130,7 +130,7 @@ def _jobs() -> int:
 
 
 def _count(text: str) -> int:
-  if not (text.isdigit() and int(text)):
+  if not (text.isascii() and text.isdigit() and int(text)):
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
   return int(text)
 

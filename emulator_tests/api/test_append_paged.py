@@ -425,6 +425,20 @@ def test_bad_arguments_write_nothing(name: str) -> None:
     np.testing.assert_array_equal(was, now)
 
 
+def test_more_new_keys_than_there_is_room_for() -> None:
+  k, table, pool = zeros(1, 2, 6, 16), Tensor([[0]], dtype=dtypes.int).realize(), KVCache(4, 2, 4, 16)
+  with pytest.raises(
+    ValueError, match="k has 6 new keys for sequence 0; it must have at most 4, as page_table has 1 pa"
+  ):
+    append_paged(k, k, pool.k, pool.v, table, 0)
+  angles, table = zeros(5, 8), Tensor([[0, 1]], dtype=dtypes.int).realize()
+  rotary: dict[str, Any] = {"rotary_cos": angles, "rotary_sin": angles, "rotary_interleaved": True}
+  with pytest.raises(
+    ValueError, match="k has 6 new keys for sequence 0; it must have at most 5, as rotary_cos has 5 pos"
+  ):
+    append_paged(k, k, pool.k, pool.v, table, 0, **rotary)
+
+
 def test_keys_and_values_in_the_same_memory() -> None:
   k, pages = zeros(1, 2, 3, 16), zeros(4, 2, 4, 16)
   other = pages.reshape(4, 2, 2, 2, 16).permute(0, 1, 2, 3, 4).reshape(4, 2, 4, 16)

@@ -275,16 +275,16 @@ def _check_values(
   for b, (first, count) in enumerate(zip(starts, counts, strict=True)):
     if not 0 <= count <= M:
       raise ValueError(f"lengths is {count} for sequence {b}; it must be from 0 to {M}, the number of keys in k")
-    if first < 0 or first + count > most:
-      raise ValueError(
-        f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {most - count}, as page_table "
-        f"has {place.entries} pages of {place.size} keys"
-      )
-    if first + count > known:
-      raise ValueError(
-        f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {known - count}, as rotary_cos "
-        f"has {known} positions"
-      )
+    for limit, room in (
+      (most, f"page_table has {place.entries} pages of {place.size} keys"),
+      (known, f"rotary_cos has {known} positions"),
+    ):
+      if count > limit:
+        raise ValueError(f"k has {count} new keys for sequence {b}; it must have at most {limit}, as {room}")
+      if first < 0 or first + count > limit:
+        raise ValueError(
+          f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {limit - count}, as {room}"
+        )
     if entries is None:
       continue
     for j in range(first // place.size, -(-(first + count) // place.size) if count else 0):
