@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mistakes import DECODE_PAIRS
 from tinygrad import Tensor, dtypes
 
-from uopattn import flash
+from uopattn import attention, flash
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels.cpu_decode import Tiles
 from uopattn.plan.dispatch import dispatch
@@ -25,6 +25,15 @@ from uopattn.spec.spec import AttentionSpec
 @pytest.mark.parametrize("q_start", [-200, -2, -1, 0, 1, 62, 63, 64, 127, 1000])
 def test_causal_at_any_start(q_start: int) -> None:
   check_attention(*qkv(1, 6, 2, 3, 130, 16, 16), is_causal=True, q_start=q_start)
+
+
+@pytest.mark.parametrize("N", [1, 2])
+def test_lengths_of_the_shortest_tiles(N: int) -> None:
+  """Where tinygrad makes no loop of the loop over a tile's values, which the lengths end."""
+  q, k, v = qkv(2, 4, 2, 1, N, 16, 16)
+  lengths = Tensor([N, 1], dtype=dtypes.int)
+  out, lse = attention(q, k, v, kv_lengths=lengths, enable_gqa=True, return_lse=True, backend="kernel")
+  check(q, k, v, out, lse, kv_lengths=lengths.numpy())
 
 
 def test_it_serves_few_queries_and_leaves_the_others() -> None:

@@ -67,4 +67,6 @@ def add_steps(s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[U
   """
   i = s.axis(length)
   body = UOp.group(*step(acc.after(i), i))
-  return acc.after((body if trips is None else CPU.leave_loop(i >= trips - 1, body)).end(i))
+  if trips is not None and length > 1:  # tinygrad makes no loop of one trip
+    body = CPU.leave_loop(i >= trips - 1, body)
+  return acc.after(body.end(i))
