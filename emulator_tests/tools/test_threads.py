@@ -233,12 +233,20 @@ def test_exceptions_of_signal_handlers_leave_the_team_free() -> None:
   """At any moment of a call, one after another; and then all threads do the items of a call."""
   signalled("""
 def running(frame):
-  return frame is not None and (frame.f_code is threads.Team.run.__code__ or running(frame.f_back))
+  while frame is not None and frame.f_code is not threads.Team.run.__code__:
+    frame = frame.f_back
+  return frame is not None
 
 raised = halfway = 0
+looking = False  # the next signal can come sooner than the handler ends
 def handler(_, frame):
-  global raised
-  if running(frame):
+  global raised, looking
+  if looking:
+    return
+  looking = True
+  hit = running(frame)
+  looking = False
+  if hit:
     raised += 1
     raise KeyboardInterrupt
 
