@@ -9,6 +9,7 @@ from helpers import qkv
 from tinygrad import GlobalCounters, Tensor
 
 from uopattn import attention
+from uopattn.proof.gate import verify_gradients
 from uopattn.proof.oracle import gradients
 from uopattn.spec.layout import folded
 
@@ -47,7 +48,8 @@ def test_gradients_by_a_mask_and_by_what_was_expanded(name: str) -> None:
   whole = mask.numpy()
   want = gradients(*(x.numpy().astype(np.float64) for x in (q, k, v, do)), attn_mask=whole.astype(np.float64))
   assert want.attn_mask is not None
-  np.testing.assert_allclose(of_mask.numpy(), want.attn_mask, atol=1e-6)
+  for report in verify_gradients(q, k, v, do, {"attn_mask": of_mask}, attn_mask=whole):
+    assert report.correct, f"worst at {report.worst}: {report}"
   (through_ops,) = (mask * Tensor(want.attn_mask.astype(np.float32))).sum().gradient(base)
   np.testing.assert_allclose(of_base.numpy(), through_ops.numpy(), atol=2e-3 if "cast" in name else 1e-5)
   assert folded(mask.reshape((1,) * (4 - mask.ndim) + mask.shape)).shape == read

@@ -372,16 +372,16 @@ def test_add_quads(lanes):
   np.testing.assert_array_equal(got.reshape(32, -1, 4), x[:, :, 0] + x[:, :, 1])
 
 
-def of_words(instruction, lanes, *more):
-  """Random words, (32, lanes), and what a CPU's instruction makes of each row."""
+def of_words(instruction, lanes, *more, count=17):
+  """Random words, (32, count), and `lanes` numbers that a CPU's instruction makes of each row."""
 
   def body(o, x):
-    t, words, y = threads(32), reg(0, lanes, dtype=dtypes.uint), reg(1, lanes)
-    filled = UOp.group(*[words[i].store(x[t * lanes + i].load()) for i in range(lanes)])
+    t, words, y = threads(32), reg(0, count, dtype=dtypes.uint), reg(1, lanes)
+    filled = UOp.group(*[words[i].store(x[t * count + i].load()) for i in range(count)])
     done = instruction(y[0], words.after(filled)[0], *more, filled)
     return kernel("of_words", [o[t * lanes + i].store(y.after(done)[i].load()) for i in range(lanes)], t)
 
-  x = RNG.integers(0, 2**32, (32, lanes), dtype=np.uint32)
+  x = RNG.integers(0, 2**32, (32, count), dtype=np.uint32)
   return x, launch(body, np.zeros(32 * lanes, np.float32), x.ravel(), arch="gfx1100").reshape(32, lanes)
 
 
@@ -399,6 +399,8 @@ def test_look_up(lanes, per_word, shift):
   x, got = of_words(functools.partial(CPU.look_up, lanes, per_word), lanes, shift, table)
   numbers = x.view({1: np.uint32, 2: np.uint16}[per_word]).reshape(32, -1)[:, :lanes] >> shift & 15
   np.testing.assert_array_equal(got, np.array(table, np.float32)[numbers])
+  with pytest.raises(emulator.OutOfBounds, match="reads registers 0"):
+    of_words(functools.partial(CPU.look_up, lanes, per_word), lanes, shift, table, count=lanes // per_word)
 
 
 def test_products_of_pairs():

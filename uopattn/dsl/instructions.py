@@ -215,12 +215,15 @@ def _look_up(lanes: int, per_word: int) -> str:
   of_lane, entries = {1: "unsigned", 2: "unsigned short"}[per_word], ", ".join(f"{{{i}}}" for i in range(3, 19))
   types = {"float": "vector", "int": "indices", "unsigned": "words"}
   declared = "".join(f" typedef {of} {name} __attribute__((vector_size(64)));" for of, name in types.items())
+  # Of whole words, a load that starts some bytes later takes the place of shifts by 8, 16 and 24.
+  later, shift = (" + {2} / 8", "{2} % 8") if per_word == 1 else ("", "{2}")
   # Without the empty asm clang shifts before it widens, so that each plane is widened.
   return (
     f"({{{{{declared} typedef {of_lane} lanes __attribute__((vector_size({64 // per_word}))); lanes x = {{{{}}}};"
-    f" __builtin_memcpy(&x, {{1}}, {4 * lanes // per_word}); words y = __builtin_convertvector(x, words);"
+    f" __builtin_memcpy(&x, (const char *){{1}}{later}, {4 * lanes // per_word});"
+    f" words y = __builtin_convertvector(x, words);"
     f"""{' __asm__("" : "+v"(y));' if per_word == 2 else ""}"""
-    f" vector z = __builtin_ia32_permvarsf512((vector){{{{{entries}}}}}, (indices)(y >> {{2}}));"
+    f" vector z = __builtin_ia32_permvarsf512((vector){{{{{entries}}}}}, (indices)(y >> {shift}));"
     f" __builtin_memcpy({{0}}, &z, {4 * lanes}); 0; }}}})"
   )
 
@@ -871,7 +874,7 @@ class Cpu(Dialect):
       lanes: 2, 4, 8 or 16.
       per_word: lanes per word of 32 bits: 1 or 2.
       to: INDEX of the first element that is written, float32.
-      words: INDEX of the first word, uint32.
+      words: INDEX of the first word, uint32. The one after the last must exist: bytes of it may be read.
       shift: the four bits' place in a lane.
       table: 16 numbers.
     """
