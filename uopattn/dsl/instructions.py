@@ -201,12 +201,19 @@ def _group_scales(lanes: int, each: int) -> str:
   number = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[count]
   # All bytes are in each 16 bytes of the vector, so that none moves from one to another.
   places = [i // 4 * 16 + i // each for i in range(lanes) for _ in range(4)]
+  shuffled = f"words y = (words)__builtin_shufflevector(all, all, {', '.join(map(str, places))}) >> 4;"
+  if lanes == 16:  # with VBMI one instruction takes eight bits from any place of the same 64, for each byte
+    shifts = [(8 * (i // each) + 8 * byte - 20) % 64 for i in range(lanes) for byte in range(4)]
+    bits = f"__builtin_ia32_vpmultishiftqb512((selected){{{{{', '.join(map(str, shifts))}}}}}, (selected)all)"
+    shuffled = (
+      "typedef char selected __attribute__((vector_size(64)));"
+      f"\n#ifdef __AVX512VBMI__\nwords y = (words){bits};\n#else\n{shuffled}\n#endif\n"
+    )
   return (
     f"({{{{ typedef {number} numbers __attribute__((vector_size({size}))); typedef unsigned char bytes"
     f" __attribute__((vector_size({size}))); typedef unsigned words __attribute__((vector_size({size}))); {number} x;"
     f" __builtin_memcpy(&x, (const char *){{1}} + {{2}}, {count}); bytes all = (bytes)(x - (numbers){{{{}}}});"
-    f" words y = (words)__builtin_shufflevector(all, all, {', '.join(map(str, places))});"
-    f" y = (y >> 4 & 0x07f00000) + {{3}}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+    f" {shuffled} y = (y & 0x07f00000) + {{3}}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
   )
 
 
