@@ -1,0 +1,40 @@
+"""Machine instructions that UOps lack, each declared once: `CUDA.exp2(x)` is NVIDIA's instruction, `HIP.exp2(x)` AMD's.
+
+`uopattn.dsl.instruction` says how declarations work, and `uopattn.emulator.instructions` what the instructions mean
+in numpy.
+"""
+
+from uopattn.dsl.instruction import by_name, by_text, declared_in
+from uopattn.dsl.instructions import cpu, cuda
+from uopattn.dsl.instructions.cpu import Cpu
+from uopattn.dsl.instructions.cuda import Cuda
+from uopattn.dsl.instructions.dialect import Dialect, Generic
+from uopattn.dsl.instructions.hip import WAVE_FENCE, Hip, is_wave_fence
+
+HIP, CUDA, TURING, METAL, GENERIC, CPU = (
+  Hip("hip"),
+  Cuda("cuda"),
+  Cuda("sm_75"),
+  Dialect("metal"),
+  Generic("generic"),
+  Cpu("c"),
+)
+
+_LIST = [*declared_in(Dialect, Hip, Cuda, Cpu), WAVE_FENCE, *cuda.IN_FAMILIES, *cpu.IN_FAMILIES]
+INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
+
+__all__ = [
+  "BY_TEXT",
+  "CPU",
+  "CUDA",
+  "GENERIC",
+  "HIP",
+  "INSTRUCTIONS",
+  "METAL",
+  "TURING",
+  "Cpu",
+  "Cuda",
+  "Dialect",
+  "Hip",
+  "is_wave_fence",
+]
