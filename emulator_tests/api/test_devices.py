@@ -194,7 +194,7 @@ def test_biases_at_the_places_of_a_part_are_noticed(what: str, monkeypatch: pyte
     monkeypatch.setattr(bias.Read, "_firsts", lambda self, spec: right(self, replace(spec, origin=NO_ORIGIN)))
   else:
     right_gradient = sharded.gradient_of
-    monkeypatch.setattr(sharded, "gradient_of", lambda x, part, axis, summed: right_gradient(x, part, axis, False))
+    monkeypatch.setattr(sharded, "gradient_of", lambda x, shard, axis, summed: right_gradient(x, shard, axis, False))
   found = [
     computed(arrays(*HEADS), (1, 1, 1), x, gradients=True, biases=True, **with_biases(1)) for x in (None, DEVICES)
   ]
@@ -361,7 +361,7 @@ def test_ring_steps_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPat
   monkeypatch.setattr(
     context_parallel.ContextParallel,
     "_keys_of",
-    lambda self, step, k, v: tuple(context_parallel.part_of(x, 2).contiguous() for x in (k, v)),
+    lambda self, step, k, v: tuple(context_parallel.shard_of(x, 2).contiguous() for x in (k, v)),
   )
   with pytest.raises(AssertionError):
     close(arrays(1, 2, 2, 48, 48), (2, 2, 2), DEVICES, is_causal=True)

@@ -17,7 +17,7 @@ from uopattn.kernels.append import PagedRows
 from uopattn.plan.append import append_call, is_memory, is_same_memory
 from uopattn.spec.arguments import Sizes, as_scale, check_place, check_scale, check_tensor_of, of_heads
 from uopattn.spec.layout import base_of
-from uopattn.spec.shards import joined, part_of, sharded_axis
+from uopattn.spec.shards import joined, shard_of, sharded_axis
 from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
 
 
@@ -148,7 +148,7 @@ def append_paged(
   if 0 in (*sizes(k), place.count, place.entries):
     return new.q
   axis = sharded_axis("k_pages", k_pages) if isinstance(k_pages.device, tuple) else None
-  memory, rows = ([part_of(x, axis) for x in xs] for xs in (held, (k, v)))
+  memory, rows = ([shard_of(x, axis) for x in xs] for xs in (held, (k, v)))
   _check_memory(memory, axis)
   call, q = append_call(
     memory[:2],
@@ -158,34 +158,34 @@ def append_paged(
     row_scales=memory[2:],
     tables=[_whole(table_of_ints(table, P))],
     lengths=_whole(near(lengths)),
-    head_scales=[part_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
+    head_scales=[shard_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
     four=four,
-    q=None if new.q is None else part_of(new.q, axis),
+    q=None if new.q is None else shard_of(new.q, axis),
     norm_rope=new.change,
   )
-  for x, part in zip(held, memory, strict=True):
-    base = base_of(part.uop)
-    written = part.uop.substitute({base: base.after(call)}, walk=True)
+  for x, shard in zip(held, memory, strict=True):
+    base = base_of(shard.uop)
+    written = shard.uop.substitute({base: base.after(call)}, walk=True)
     x.replace(Tensor(written if axis is None else written.unshard(axis)))
   return None if q is None else joined(q, axis)
 
 
-def _check_memory(parts: list[Tensor], axis: int | None) -> None:
+def _check_memory(shards: list[Tensor], axis: int | None) -> None:
   """Raise ValueError unless a kernel can write to the pages, and to the scales of their rows if there are any."""
   names, whole = ("k_pages", "v_pages", "k_scale", "v_scale"), "on several devices whole or sharded by heads"
-  for i, (name, x) in enumerate(zip(names, parts, strict=False)):
+  for i, (name, x) in enumerate(zip(names, shards, strict=False)):
     if not is_memory(x) or axis not in (1, None) or (i >= 2 and base_of(x.uop) is not x.uop):
       accepted = "a realized Tensor or a strided view of one" if i < 2 else "a realized Tensor, and no view"
       raise ValueError(f"{name} is no memory to write to; it must be {accepted}, {whole}")
-  for i, (name, x) in enumerate(zip(names, parts, strict=False)):
-    for other, y in zip(names, parts[:i], strict=False):
+  for i, (name, x) in enumerate(zip(names, shards, strict=False)):
+    for other, y in zip(names, shards[:i], strict=False):
       if is_same_memory(x, y):
         raise ValueError(f"{name} is the same memory as {other}; keys and values must each have their own")
 
 
 def _whole(x: Any) -> Any:
   """Return a Tensor whole on every device, and anything else as it is."""
-  return part_of(x, None) if isinstance(x, Tensor) else x
+  return shard_of(x, None) if isinstance(x, Tensor) else x
 
 
 def _placed(

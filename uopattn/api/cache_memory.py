@@ -17,7 +17,7 @@ from uopattn.kernels.append import Place
 from uopattn.plan.append import append_call, is_memory
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
-from uopattn.spec.shards import Devices, joined, part_of
+from uopattn.spec.shards import Devices, joined, shard_of
 from uopattn.spec.tensors import check_device, check_int, check_size, check_tensor, dtype_name, near, placed
 
 T = TypeVar("T")
@@ -135,8 +135,8 @@ class CacheMemory:
     def zeros(*shape: int, dtype: DType) -> Tensor:
       if not isinstance(device, tuple):
         return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
-      part = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
-      return joined(Tensor.zeros(*part, dtype=dtype, device=device).contiguous(), axis).realize()
+      own = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
+      return joined(Tensor.zeros(*own, dtype=dtype, device=device).contiguous(), axis).realize()
 
     columns = (Dk, Dv) if self._four is None else (columns_in(Dk), columns_in(Dv))
     self._written = Written()
@@ -238,18 +238,18 @@ class CacheMemory:
       return new.q
     axis = self.k.uop.axis if isinstance(self.k.device, tuple) else None
     of_sequence = 0 if axis == 0 else None
-    held, rows, scales = ([part_of(x, axis) for x in xs] for xs in ((self.k, self.v), (k, v), self._scales or ()))
+    held, rows, scales = ([shard_of(x, axis) for x in xs] for xs in ((self.k, self.v), (k, v), self._scales or ()))
     for name, x in zip(("k", "v", "k_scale", "v_scale"), (*held, *scales), strict=False):
       if not is_memory(x):
         raise ValueError(f"{name} of the cache is no memory to write to; assign x.contiguous().realize() to it, not x")
-    start = part_of(start, of_sequence) if isinstance(start, Tensor) else start
-    lengths = None if lengths is None else part_of(lengths, of_sequence)
-    q = None if new.q is None else part_of(new.q, axis)
+    start = shard_of(start, of_sequence) if isinstance(start, Tensor) else start
+    lengths = None if lengths is None else shard_of(lengths, of_sequence)
+    q = None if new.q is None else shard_of(new.q, axis)
     call, q = append_call(
       held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
     )
-    parts = [x.uop.after(call) for x in (*held, *scales)]
-    written = [Tensor(x if axis is None else x.unshard(axis)) for x in parts]
+    shards = [x.uop.after(call) for x in (*held, *scales)]
+    written = [Tensor(x if axis is None else x.unshard(axis)) for x in shards]
     self.k, self.v = written[:2]
     if scales:
       self.k_scale, self.v_scale = written[2:]

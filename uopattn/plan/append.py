@@ -164,7 +164,7 @@ def append_call(
   Args:
     targets: the memory of keys and of values, (blocks, heads, rows, D); see `is_memory`.
     sources: new keys and values, (B, heads, M, D) with M > 0, in the targets' dtype; or if these have 8 bits float32,
-      float16 or bfloat16. On several devices all Tensors are parts, see `uopattn.spec.shards`.
+      float16 or bfloat16. On several devices all Tensors are shards, see `uopattn.spec.shards`.
     start: the position of the first; a Tensor is (B,) int32.
     place: where the cache keeps a position.
     row_scales: of keys and of values, (blocks, heads, rows) float32, if rows of 8 bits have scales.

@@ -26,7 +26,7 @@ from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Residuals, backward_launches, by_kernels, by_reference, of_inputs
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import merged, reference
-from uopattn.plan.sharded import part_spec
+from uopattn.plan.sharded import shard_spec
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.layout import folded, in_memory
@@ -35,11 +35,11 @@ from uopattn.spec.shards import (
   gathered,
   gradient_of,
   joined,
-  part_of,
   per_device,
   picked,
   pieces,
   resharded,
+  shard_of,
 )
 from uopattn.spec.spec import AttentionSpec, make_spec
 
@@ -197,69 +197,69 @@ class ContextParallel:
     residuals, of_q, of_keys = Residuals.of(spec, *qkv, out, lse, do, dlse), [], []
     for step, of_step in zip(self.steps, cast(list[tuple[Launch, ...]], launches), strict=True):
       k_step, v_step = self._keys_of(step, k, v)
-      part = replace(residuals, spec=of_step[0].spec, k=k_step, v=v_step)
-      dq, dk, dv = by_kernels(of_step, part, self._arguments(chunk, step, arguments))
+      of_this = replace(residuals, spec=of_step[0].spec, k=k_step, v=v_step)
+      dq, dk, dv = by_kernels(of_step, of_this, self._arguments(chunk, step, arguments))
       of_q.append(dq)
       of_keys.append((dk, dv))
     return _sum(of_q), of_keys, of_inputs(residuals, own, wanted)
 
-  def _of_keys(self, x: Tensor, parts: list[list[Tensor]]) -> Tensor:
+  def _of_keys(self, x: Tensor, grads: list[list[Tensor]]) -> Tensor:
     """Return the gradient of k or v from those of each step, a list of those of each chunk."""
-    n, steps = len(self.devices), [_sum(of_chunks) for of_chunks in parts]
+    n, steps = len(self.devices), [_sum(of_chunks) for of_chunks in grads]
     if sizes(steps[0])[ROWS] == self.spec.N:
       return gradient_of(x, steps[0], None, summed=self.rows_divided)
     size = self.steps[0].size
     home = [
-      pieces(part, ROWS, [((i - s) % n, 0, size) for i in range(n)]) if s else part for s, part in enumerate(steps)
+      pieces(grad, ROWS, [((i - s) % n, 0, size) for i in range(n)]) if s else grad for s, grad in enumerate(steps)
     ]
     return gradient_of(x, _sum(home), ROWS, summed=True)
 
-  def _of_other(self, name: str, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+  def _of_other(self, name: str, x: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """Return the gradient of a mask, of sinks or of an aux from those of all chunks."""
     if name == "attn_mask" and sizes(x)[ROWS] > 1 and self.rows_divided:
-      return resharded(self._whole(parts), x.uop.axis)
-    return gradient_of(x, _sum(parts), None, summed=self.rows_divided)
+      return resharded(self._whole(grads), x.uop.axis)
+    return gradient_of(x, _sum(grads), None, summed=self.rows_divided)
 
   def _chunks_of(self, x: Tensor, axis: int = ROWS) -> list[Tensor]:
-    """Return the part of each chunk of a Tensor of all queries."""
+    """Return the rows of each chunk, from a Tensor of all queries."""
     n, size = len(self.devices), self.chunks[0].size
     if not self.rows_divided:
       return [in_memory(gathered(x))]
     if len(self.chunks) == 1:
-      return [in_memory(part_of(x, axis))]
+      return [in_memory(shard_of(x, axis))]
     if x.uop.axis != axis:
       whole = gathered(x)
       return [pieces(whole, axis, [(i, chunk.first(i), size) for i in range(n)]) for chunk in self.chunks]
-    part, numbers = part_of(x, axis), ([chunk.first(i) // size for i in range(n)] for chunk in self.chunks)
-    return [pieces(part, axis, [(j // 2, j % 2 * size, size) for j in of_devices]) for of_devices in numbers]
+    shard, numbers = shard_of(x, axis), ([chunk.first(i) // size for i in range(n)] for chunk in self.chunks)
+    return [pieces(shard, axis, [(j // 2, j % 2 * size, size) for j in of_devices]) for of_devices in numbers]
 
-  def _whole(self, parts: Sequence[Tensor], axis: int = ROWS) -> Tensor:
-    """Return a Tensor of all queries, sharded as q, from the part of each chunk."""
+  def _whole(self, chunks: Sequence[Tensor], axis: int = ROWS) -> Tensor:
+    """Return a Tensor of all queries, sharded as q, from the rows of each chunk."""
     n, size = len(self.devices), self.chunks[0].size
     if not self.rows_divided:
-      return parts[0]
-    if len(parts) == 2:
+      return chunks[0]
+    if len(chunks) == 2:
       numbers = ([2 * i + half for i in range(n)] for half in range(2))
       halves = (
-        picked([parts[j >= n] for j in of_devices], axis, [(min(j, 2 * n - 1 - j), 0, size) for j in of_devices])
+        picked([chunks[j >= n] for j in of_devices], axis, [(min(j, 2 * n - 1 - j), 0, size) for j in of_devices])
         for of_devices in numbers
       )
-      parts = [Tensor.cat(*halves, dim=axis).contiguous()]
-    whole = joined(parts[0], axis)
+      chunks = [Tensor.cat(*halves, dim=axis).contiguous()]
+    whole = joined(chunks[0], axis)
     return whole if self.q_axis == ROWS else gathered(whole)
 
   def _keys_of(self, step: Chunk, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parts of k and v for a step."""
+    """Return each device's rows of k and v for a step."""
     if not self.keys_divided:
       return in_memory(k), in_memory(v)
     n, s = len(self.devices), self.steps.index(step)
-    parts = (in_memory(part_of(x, ROWS)) for x in (k, v))
-    k, v = (pieces(x, ROWS, [((i + s) % n, 0, step.size) for i in range(n)]) if s else x for x in parts)
+    shards = (in_memory(shard_of(x, ROWS)) for x in (k, v))
+    k, v = (pieces(x, ROWS, [((i + s) % n, 0, step.size) for i in range(n)]) if s else x for x in shards)
     return k, v
 
-  def _of_device(self, i: int, part: Tensor) -> Tensor:
-    """Return the part of device i on all devices."""
-    return Tensor(part.contiguous().uop.copy_to_device(self.devices, arg=i))
+  def _of_device(self, i: int, shard: Tensor) -> Tensor:
+    """Return the shard of device i on all devices."""
+    return Tensor(shard.contiguous().uop.copy_to_device(self.devices, arg=i))
 
   def _spec(
     self, chunk: Chunk, step: Chunk | None, arguments: Arguments, qkv: tuple[Tensor, Tensor, Tensor] | None = None
@@ -277,11 +277,11 @@ class ContextParallel:
     q, k, v = qkv
     made = make_spec(q, k, v, own)
     number = device_number(len(self.devices))
-    made = part_spec(made, s, (0, 0, chunk.first(number), keys.first(number)))
+    made = shard_spec(made, s, (0, 0, chunk.first(number), keys.first(number)))
     mask = arguments.block_mask
     if mask is not None and not mask.fits(*self._extent(chunk), *self._extent(keys)):
       log_once(
-        "no tile of the block mask is skipped: its blocks do not end where the devices' parts of the sequence do"
+        "no tile of the block mask is skipped: its blocks do not end where the devices' shards of the sequence do"
       )
       made = replace(made, block_heads=None)
     return made
@@ -341,8 +341,8 @@ def _from_device(step: int, n: int, keys: int) -> Place:
   return lambda i: (i + step) % n * keys
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-  """Add up in float32, in the dtype of the parts."""
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+  """Add up in float32, in the dtype of the terms."""
   return (
-    parts[0] if len(parts) == 1 else reduce(Tensor.add, (x.float() for x in parts)).cast(parts[0].dtype).contiguous()
+    terms[0] if len(terms) == 1 else reduce(Tensor.add, (x.float() for x in terms)).cast(terms[0].dtype).contiguous()
   )

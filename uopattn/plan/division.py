@@ -14,7 +14,7 @@ from uopattn.plan.gradient import differentiable, with_differentiable
 from uopattn.plan.sharded import Sharded, axes_of
 from uopattn.runtime.function import in_function, needed_arguments
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import Devices, devices_of, gradient_of, joined, part_of, written_by_kernel
+from uopattn.spec.shards import Devices, devices_of, gradient_of, joined, shard_of, written_by_kernel
 from uopattn.spec.spec import AttentionSpec
 
 
@@ -81,7 +81,7 @@ class Empty:
     out = Tensor.zeros(*rows, s.Dv, dtype=s.dtype, device=q.device)
     lse = Tensor.full(rows, -math.inf, dtype=wide, device=q.device)
     if arguments.sinks is not None:
-      lse = part_of(arguments.sinks, self._of_heads).cast(wide).reshape(1, -1, 1).expand(rows)
+      lse = shard_of(arguments.sinks, self._of_heads).cast(wide).reshape(1, -1, 1).expand(rows)
     return joined(out, self.axis), joined(lse, self.axis)
 
   def gradients(
@@ -98,8 +98,8 @@ class Empty:
     if arguments.scales is not None:  # 8-bit keys and values have no gradient
       gradients |= {"k": None, "v": None}
     if "sinks" in operands and grads[1] is not None:
-      sinks, part = operands["sinks"], part_of(grads[1], self.axis).sum((0, 2))
-      gradients["sinks"] = gradient_of(sinks, part.cast(sinks.dtype), self._of_heads, summed=self.axis is not None)
+      sinks, grad = operands["sinks"], shard_of(grads[1], self.axis).sum((0, 2))
+      gradients["sinks"] = gradient_of(sinks, grad.cast(sinks.dtype), self._of_heads, summed=self.axis is not None)
     return list(gradients.values())
 
   @property

@@ -169,7 +169,7 @@ class Launch:
     """Call the kernel and return its outputs by name.
 
     Args:
-      device: several devices run it on the part of each Tensor that each of them has; see `uopattn.spec.shards`.
+      device: several devices run it on the shard of each Tensor that each of them has; see `uopattn.spec.shards`.
       operands: Tensors by the names of `buffers`; a missing output is a new buffer.
       variables: bound Variables, which only kernels with masks take.
       gradient: the call's `grad_fxn`.

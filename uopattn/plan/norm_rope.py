@@ -8,7 +8,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.norm_rope import NormRope
-from uopattn.spec.shards import part_of
+from uopattn.spec.shards import shard_of
 
 Shape = tuple[int, ...]
 
@@ -62,7 +62,7 @@ class NormRopeTensors:
   @property
   def tensors(self) -> list[Tensor]:
     """All of them, whole on every device, in the order of `NormRopeSpec.buffers`."""
-    return [part_of(x, None) for x in (*self.rotary, *self.weights) if x is not None]
+    return [shard_of(x, None) for x in (*self.rotary, *self.weights) if x is not None]
 
   @property
   def spec(self) -> NormRopeSpec:

@@ -1,6 +1,6 @@
 """Attention of Tensors that are sharded over devices by batches or heads, or on one device: each computes its own.
 
-Everything runs on parts, see `uopattn.spec.shards`: the kernels, chosen for the shapes of a part, and the plain ops.
+Everything runs on shards, see `uopattn.spec.shards`: the kernels, chosen for the shapes of a shard, and the plain ops.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ from uopattn.spec.shards import (
   devices_of,
   gradient_of,
   joined,
-  part_of,
+  shard_of,
   sharded_axis,
 )
 from uopattn.spec.spec import AttentionSpec, make_spec
@@ -38,13 +38,13 @@ class Sharded:
   Attributes:
     axis: 0 for batches, 1 for heads; None if each device computes all of it.
     axis_kv: the axis along which k and v are divided; None if every device reads all of them.
-    part: the spec of a part.
+    shard: the spec of a shard.
   """
 
   devices: tuple[str, ...]
   axis: int | None
   axis_kv: int | None
-  part: AttentionSpec
+  shard: AttentionSpec
 
   @classmethod
   def of(
@@ -63,14 +63,14 @@ class Sharded:
         )
       axis_kv = None
     sharded = cls(devices, axis, axis_kv, spec)
-    part_arguments = sharded.parts_of(arguments)
-    part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), part_arguments)
-    b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq)))
-    return replace(sharded, part=part_spec(part, spec, (b, h, 0, 0)))
+    shard_arguments = sharded.shards_of(arguments)
+    shard = make_spec(shard_of(q, axis), shard_of(k, axis_kv), shard_of(v, axis_kv), shard_arguments)
+    b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((shard.B, shard.Hq)))
+    return replace(sharded, shard=shard_spec(shard, spec, (b, h, 0, 0)))
 
   def launch(self) -> Launch:
-    """Return the launch of the part. Raises NoKernel."""
-    return launch_on(self.part, self.devices[0])
+    """Return the launch of the shard. Raises NoKernel."""
+    return launch_on(self.shard, self.devices[0])
 
   def axis_of(self, name: str, x: Tensor) -> int | None:
     """Return the axis along which q, k, v or a Tensor of an argument, such as "aux[0]", is divided."""
@@ -80,13 +80,13 @@ class Sharded:
     axes = enumerate(ARGUMENTS[name.split("[")[0]].axes)
     return next((i for i, letter in axes if letter in letters and sizes(x)[i] > 1), None)
 
-  def parts_of(self, arguments: Arguments) -> Arguments:
-    """Return the arguments of a part."""
+  def shards_of(self, arguments: Arguments) -> Arguments:
+    """Return the arguments of a shard."""
     if len(self.devices) == 1:
       return arguments
 
-    def part(name: str, x: Tensor) -> Tensor:
-      return part_of(x, self.axis_of(name, x))
+    def shard(name: str, x: Tensor) -> Tensor:
+      return shard_of(x, self.axis_of(name, x))
 
     changes: dict[str, Any] = {}
     for name, _, value in arguments.active:
@@ -96,19 +96,19 @@ class Sharded:
         mask = four_axes(value)
         axis = self.axis_of(name, mask)
         shape = (n // len(self.devices) if i == axis else n for i, n in enumerate(sizes(mask)))
-        changes[name] = part(name, folded(mask)).expand(*shape)
+        changes[name] = shard(name, folded(mask)).expand(*shape)
       elif isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
-        changes[name] = tuple(part(name, x) for x in value)
+        changes[name] = tuple(shard(name, x) for x in value)
       elif isinstance(value, Tensor):
-        changes[name] = part(name, value)
+        changes[name] = shard(name, value)
     return replace(arguments, **changes)
 
   def forward(
     self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
   ) -> tuple[Tensor, Tensor]:
-    q, k, v = (part_of(x, self.axis_of(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
-    own = self.parts_of(arguments)
-    out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
+    q, k, v = (shard_of(x, self.axis_of(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
+    own = self.shards_of(arguments)
+    out, lse = reference(q, k, v, self.shard, own) if launch is None else forward(launch, q, k, v, arguments=own)
     return joined(out, self.axis), joined(lse, self.axis)
 
   def gradients(
@@ -121,28 +121,28 @@ class Sharded:
     wanted: Collection[str],
   ) -> list[Tensor | None]:
     axes = [self.axis_of(name, x) for name, x in operands.items()]
-    q, k, v = (part_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
-    own = [part_of(x, self.axis) for x in results]
-    of_own = [None if x is None else part_of(x, self.axis) for x in grads]
-    part_gradients = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend, wanted)
-    named = zip(operands.values(), part_gradients, axes, strict=True)
+    q, k, v = (shard_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
+    own = [shard_of(x, self.axis) for x in results]
+    of_own = [None if x is None else shard_of(x, self.axis) for x in grads]
+    shard_gradients = gradients_of(self.shard, q, k, v, self.shards_of(arguments), own, of_own, backend, wanted)
+    named = zip(operands.values(), shard_gradients, axes, strict=True)
     return [x if x is None else gradient_of(whole, x, axis, self.axis is not None) for whole, x, axis in named]
 
 
-def part_spec(
-  part: AttentionSpec, whole: AttentionSpec, first: tuple[int | UOp, int | UOp, int | UOp, int | UOp]
+def shard_spec(
+  shard: AttentionSpec, whole: AttentionSpec, first: tuple[int | UOp, int | UOp, int | UOp, int | UOp]
 ) -> AttentionSpec:
-  """Return the spec of a part with the mods and the dropout of the whole, which see the numbers of the whole.
+  """Return the spec of a shard with the mods and the dropout of the whole, which see the numbers of the whole.
 
   Args:
-    first: the part's first batch, head, query and key; see `Origin`.
+    first: the shard's first batch, head, query and key; see `Origin`.
   """
   mods = {name: getattr(whole, name) for name in ("score_mod", "mask_mod", "block_mod")}
   numbered = whole.dropout_p > 0 or any(mod is not None for mod in mods.values())
   numbered |= any(x.by_number for x in whole.masks)
   moved = any(isinstance(x, UOp) for x in first)
   origin = Origin(first, whole.Hq, whole.M) if numbered and moved else NO_ORIGIN
-  return replace(part, return_lse=True, origin=origin, dropout_p=whole.dropout_p, **mods)
+  return replace(shard, return_lse=True, origin=origin, dropout_p=whole.dropout_p, **mods)
 
 
 def axes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[int | None, ...]:

@@ -11,7 +11,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import Table
 from uopattn.runtime.function import in_function
-from uopattn.spec.shards import gathered, part_of, pieces
+from uopattn.spec.shards import gathered, pieces, shard_of
 from uopattn.spec.tensors import check_size, check_tensors, described, placed, with_axis
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -59,7 +59,7 @@ class BlockMask:
   block_n: int
   counts: Tensor
   _lists: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
-  _parts: dict[Any, "BlockMask"] = field(default_factory=dict)
+  _shards: dict[Any, "BlockMask"] = field(default_factory=dict)
 
   @classmethod
   def of(
@@ -136,30 +136,30 @@ class BlockMask:
     return B, H
 
   def on(self, devices: tuple[str, ...], axis: int | None) -> "BlockMask":
-    """Return the part of the mask for each of several devices, which divide batches (0) or heads (1) among them.
+    """Return the shard of the mask for each of several devices, which divide batches (0) or heads (1) among them.
 
     Its `mask_mod` is called with the indices of batches and heads in the whole mask.
     """
     key = devices, axis
-    if key not in self._parts:
+    if key not in self._shards:
       counts = self.counts.to(devices)
-      part = part_of(counts, axis if axis is not None and self.heads[axis] > 1 else None)
-      _realize(part)
+      shard = shard_of(counts, axis if axis is not None and self.heads[axis] > 1 else None)
+      _realize(shard)
       aux = tuple(gathered(x if isinstance(x.device, tuple) else x.to(devices)) for x in self.aux)
-      self._parts[key] = replace(self, mask_mod=self.seen, counts=part, aux=aux, _lists={}, _parts={})
-    return self._parts[key]
+      self._shards[key] = replace(self, mask_mod=self.seen, counts=shard, aux=aux, _lists={}, _shards={})
+    return self._shards[key]
 
   def within(
     self, devices: tuple[str, ...], rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int
   ) -> "BlockMask":
-    """Return the part of the mask for each of several devices: its M queries and its N keys.
+    """Return the shard of the mask for each of several devices: its M queries and its N keys.
 
     Args:
       rows, keys: the first query and the first key of each device. If blocks end elsewhere, no tile is skipped:
         see `fits`.
     """
     key = devices, rows, M, keys, N
-    if key not in self._parts:
+    if key not in self._shards:
       counts, blocks = self.on(devices, None).counts, (self.block_m, self.block_n)
       if self.fits(rows, M, keys, N):
         for axis, block, firsts, count in zip((2, 3), blocks, (rows, keys), (M, N), strict=True):
@@ -167,11 +167,11 @@ class BlockMask:
           counts = pieces(counts, axis, wanted)
       whole = self.on(devices, None)
       _realize(counts)
-      self._parts[key] = replace(whole, M=M, N=N, counts=counts, _lists={}, _parts={})
-    return self._parts[key]
+      self._shards[key] = replace(whole, M=M, N=N, counts=counts, _lists={}, _shards={})
+    return self._shards[key]
 
   def fits(self, rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> bool:
-    """Return whether parts of M queries and N keys, from these first ones on, begin and end where blocks do."""
+    """Return whether shards of M queries and N keys, from these first ones on, begin and end where blocks do."""
     sides = ((self.block_m, rows, M, self.M), (self.block_n, keys, N, self.N))
     return all(
       x % block == 0 or x == most for block, firsts, n, most in sides for x in (*firsts, *(f + n for f in firsts))

@@ -1,7 +1,7 @@
-"""Sharded Tensors: the part that each device holds, and Tensors made of such parts.
+"""Sharded Tensors: the shard that each device holds, and Tensors made of such shards.
 
-tinygrad keeps a sharded Tensor as UNSHARD of one part per device. A part by itself is a Tensor on all devices, in the
-shape that one device holds. A kernel called with parts runs on each device with that device's part.
+tinygrad keeps a sharded Tensor as UNSHARD of one shard per device. A shard by itself is a Tensor on all devices, in the
+shape that one device holds. A kernel called with shards runs on each device with that device's shard.
 """
 
 import functools
@@ -42,19 +42,19 @@ def sharded_axis(name: str, x: Tensor) -> int | None:
   try:
     return x.uop.axis
   except RuntimeError as error:
-    raise ValueError(f"{name} is sharded so that tinygrad does not know its parts: {error}") from error
+    raise ValueError(f"{name} is sharded so that tinygrad does not know its shards: {error}") from error
 
 
-def part_of(x: Tensor, axis: int | None) -> Tensor:
-  """Return the part of x that each device has if x is sharded along `axis`; all of x for None, or on one device.
+def shard_of(x: Tensor, axis: int | None) -> Tensor:
+  """Return the shard of x that each device has if x is sharded along `axis`; all of x for None, or on one device.
 
-  If x is sharded along another axis, its parts are gathered on every device first. The result has no gradient.
+  If x is sharded along another axis, its shards are gathered on every device first. The result has no gradient.
   """
   if not isinstance(x.device, tuple):
     return x
   have = x.uop.axis
   if have == axis:
-    return x if axis is None else Tensor(_part(x.uop, axis))
+    return x if axis is None else Tensor(_own_shard(x.uop, axis))
   if have is not None:
     x = gathered(x)
   if axis is None:
@@ -64,23 +64,23 @@ def part_of(x: Tensor, axis: int | None) -> Tensor:
   return pieces(x, axis, [(i, i * size, size) for i in range(count)])
 
 
-def pieces(part: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
-  """Return the piece that each device takes from the parts of the devices.
+def pieces(shard: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+  """Return the piece that each device takes from the shards of the devices.
 
   Args:
-    wanted: for each device the number of the device to take it from, and of the part there the first index along
+    wanted: for each device the number of the device to take it from, and of the shard there the first index along
       `axis` and the number of indices.
   """
-  return picked([part] * len(wanted), axis, wanted)
+  return picked([shard] * len(wanted), axis, wanted)
 
 
-def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+def picked(shards: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
   """Return `pieces`, each from its own Tensor."""
-  devices, local_pieces = devices_of(parts[0].device), []
-  for part, device, (source, first, count) in zip(parts, devices, wanted, strict=True):
-    bounds = tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(sizes(part)))
+  devices, local_pieces = devices_of(shards[0].device), []
+  for shard, device, (source, first, count) in zip(shards, devices, wanted, strict=True):
+    bounds = tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(sizes(shard)))
     # Cut on all devices: tinygrad 0.14 cannot cut what it has selected if something else reads all of it.
-    piece = part.uop.shrink(bounds).contiguous().mselect(source)
+    piece = shard.uop.shrink(bounds).contiguous().mselect(source)
     local_pieces.append(piece if devices[source] == device else piece.copy_to_device(device))
   return Tensor(UOp.mstack(*local_pieces))
 
@@ -88,14 +88,14 @@ def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, 
 def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:
   """Return an int32 Tensor of the values, of which each device holds an equal share."""
   if in_function():
-    return part_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
+    return shard_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
   return _per_device(tuple(values), devices)
 
 
 @functools.lru_cache(1024)
 def _per_device(values: tuple[int, ...], devices: tuple[str, ...]) -> Tensor:
   with Context(CAPTURING=0):  # it outlives a TinyJit that is being captured
-    return part_of(Tensor(list(values), dtype=dtypes.int, device="PYTHON").shard(devices, 0).realize(), 0)
+    return shard_of(Tensor(list(values), dtype=dtypes.int, device="PYTHON").shard(devices, 0).realize(), 0)
 
 
 def on_devices(x: int | UOp, devices: tuple[str, ...]) -> list[int]:
@@ -111,9 +111,9 @@ def on_each(x: UOp, devices: tuple[str, ...]) -> Tensor:
   return per_device(on_devices(x, devices), devices)
 
 
-def selected(parts: Sequence[Tensor]) -> Tensor:
-  """Return the Tensor of which device i holds what it holds of parts[i]."""
-  return Tensor(UOp.mstack(*(x.contiguous().uop.mselect(i) for i, x in enumerate(parts))))
+def selected(shards: Sequence[Tensor]) -> Tensor:
+  """Return the Tensor of which device i holds what it holds of shards[i]."""
+  return Tensor(UOp.mstack(*(x.contiguous().uop.mselect(i) for i, x in enumerate(shards))))
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -122,19 +122,19 @@ def gathered(x: Tensor) -> Tensor:
   if axis is None:
     return x
   assert isinstance(x.device, tuple)
-  part, devices = Tensor(_part(x.uop, axis)).contiguous().uop, x.device
-  return Tensor.cat(*(Tensor(part.copy_to_device(devices, arg=i)) for i in range(len(devices))), dim=axis)
+  shard, devices = Tensor(_own_shard(x.uop, axis)).contiguous().uop, x.device
+  return Tensor.cat(*(Tensor(shard.copy_to_device(devices, arg=i)) for i in range(len(devices))), dim=axis)
 
 
-def joined(part: Tensor, axis: int | None) -> Tensor:
-  """Return the Tensor whose parts along `axis` are those of each device; for None all devices hold the same.
+def joined(shard: Tensor, axis: int | None) -> Tensor:
+  """Return the Tensor whose shards along `axis` are those of each device; for None all devices hold the same.
 
   The result of a kernel stays in the buffer that the kernel writes. tinygrad copies what it realizes unless that is
   AFTER of a buffer, and does not count UNSHARD of AFTER as such.
   """
   if axis is None:
-    return part
-  x = part.uop
+    return shard
+  x = shard.uop
   if written_by_kernel(x):
     return Tensor(x.src[0].unshard(axis).after(*x.src[1:]))
   return Tensor(x.unshard(axis))
@@ -146,33 +146,33 @@ def written_by_kernel(x: UOp) -> bool:
   return called and x.src[0].has_buffer_identity() and x.src[0].base.op is not Ops.PARAM
 
 
-def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tensor:
-  """Return the gradient of x, sharded as x is, from that of `part_of(x, axis)`.
+def gradient_of(x: Tensor, shard: Tensor, axis: int | None, summed: bool) -> Tensor:
+  """Return the gradient of x, sharded as x is, from that of `shard_of(x, axis)`.
 
   Args:
     summed: if each device has used all of x, whether the gradient is the sum over devices; else it is the same on all.
   """
   if not isinstance(x.device, tuple):
-    return part
+    return shard
   have = x.uop.axis
   if axis is None and not summed:
-    whole = part
+    whole = shard
   elif axis is None:
-    whole = Tensor(part.contiguous().uop.allreduce(Ops.ADD, x.device))
+    whole = Tensor(shard.contiguous().uop.allreduce(Ops.ADD, x.device))
   elif have == axis:
-    return joined(part, axis)
+    return joined(shard, axis)
   else:
-    whole = gathered(joined(part, axis))
+    whole = gathered(joined(shard, axis))
   return resharded(whole, have)
 
 
 def resharded(x: Tensor, axis: int | None) -> Tensor:
   """Return x sharded along `axis`; None puts all of it on every device."""
-  return joined(part_of(x, axis), axis)
+  return joined(shard_of(x, axis), axis)
 
 
-def _part(x: UOp, axis: int) -> UOp:
-  """Return each device's part of x, which is sharded along `axis`: a view of the part of its buffer, if x is a view.
+def _own_shard(x: UOp, axis: int) -> UOp:
+  """Return each device's shard of x, which is sharded along `axis`: a view of the shard of its buffer, if x is a view.
 
   tinygrad's own rewriting does that, but for everything that x is computed from. So a buffer replaces the base of x.
   """
@@ -184,20 +184,20 @@ def _part(x: UOp, axis: int) -> UOp:
   assert own is not None
   assert isinstance(x.device, tuple)
   if base.op is Ops.UNSHARD and base not in inputs:
-    part = base.src[0]
+    shard = base.src[0]
   elif base.op is Ops.AFTER and base.src[0].axis is not None and base not in inputs:
-    part = _part(base.src[0], own).after(*base.src[1:])
+    shard = _own_shard(base.src[0], own).after(*base.src[1:])
   else:
     computed = base.src[0] if base.op is Ops.CONTIGUOUS else base
-    part = computed._shard(own, device_range(len(x.device))).contiguous()
+    shard = computed._shard(own, device_range(len(x.device))).contiguous()
   if not views:
-    return part
+    return shard
   from tinygrad.schedule.multi import multi_pm
 
-  stand_in = UOp.new_buffer(x.device, math.prod(sizes(Tensor(part))), part.dtype).reshape(part.shape)
+  stand_in = UOp.new_buffer(x.device, math.prod(sizes(Tensor(shard))), shard.dtype).reshape(shard.shape)
   view = stand_in.unshard(own)
   for op in reversed(views):
     view = op.replace(src=(view, *op.src[1:]))
-  view = graph_rewrite(view, multi_pm, name="part of a view")
+  view = graph_rewrite(view, multi_pm, name="shard of a view")
   assert (view.op, view.arg) == (Ops.UNSHARD, (axis,))
-  return view.src[0].substitute({stand_in: part})
+  return view.src[0].substitute({stand_in: shard})

@@ -71,6 +71,12 @@ def _is_unknown(kernel: str, device: str, dev: str) -> bool:
   return not is_emulated(device) and not is_recorded(kernel, device)
 
 
+def forget() -> None:
+  """Forget what this process knows; the entries on disk stay."""
+  _KNOWN.clear()
+  _is_unknown.cache_clear()
+
+
 def _verdict(launches: tuple[Launch, ...], device: str, backward: bool) -> str | None:
   """Return why a kind of launches may not be used; None if nothing is known, and nothing can be found out now."""
   from uopattn.trust.probe import Probe
