@@ -248,9 +248,9 @@ TABLE: dict[str, BackwardSchedule] = {
     amx_backward,
     ("amx",),
     (BFLOAT, HALF, FLOAT),
-    lambda arch, dtype: (Amx(64, 32, parts=4),),
+    lambda arch, dtype: (Amx(64, 32, splits=4),),
     lambda arch, dtype: st.builds(
-      lambda m, n, parts: (Amx(32 * m, 32 * n, parts),), *(st.integers(1, 3) for _ in range(3))
+      lambda m, n, splits: (Amx(32 * m, 32 * n, splits),), *(st.integers(1, 3) for _ in range(3))
     ),
     examples=1,
     shapes={"one key head for all": (1, 5, 1, 70, 40, 8, 8)},
@@ -260,11 +260,11 @@ TABLE: dict[str, BackwardSchedule] = {
     cpu_backward,
     ("CPU",),
     (FLOAT, HALF, BFLOAT),
-    lambda arch, dtype: (Cpu(32, 64, 4, 2, 16, parts=3),),
+    lambda arch, dtype: (Cpu(32, 64, 4, 2, 16, splits=3),),
     lambda arch, dtype: st.builds(
-      lambda lanes, blocks, *rest, parts: (Cpu(lanes * blocks, *rest, lanes, parts),),
+      lambda lanes, blocks, *rest, splits: (Cpu(lanes * blocks, *rest, lanes, splits),),
       *(st.sampled_from([2, 4, 8, 16]), st.integers(1, 5), st.integers(1, 140), st.integers(1, 5), st.integers(1, 3)),
-      parts=st.integers(1, 9),
+      splits=st.integers(1, 9),
     ),
     examples=6,
     shapes=SHAPES_CPU,

@@ -55,12 +55,12 @@ class Tiles:
   Attributes:
     block_m: query rows per block, a multiple of 32.
     block_n: keys per tile, a multiple of 32.
-    parts: work items that share the queries of a key head, each with its own sums of dK and dV.
+    splits: work items that share the queries of a key head, each with its own sums of dK and dV.
   """
 
   block_m: int
   block_n: int
-  parts: int = 1
+  splits: int = 1
 
   def __post_init__(self) -> None:
     check_tiles(self)
@@ -87,7 +87,7 @@ def backward(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   block_m, block_n, parts = tiles.block_m, tiles.block_n, PARTS[q.dtype]
   s = Scope()
-  block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.parts)
+  block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.splits)
   outer, config, item = block.axes, tile_config(*block.axes), block.item
   queries, grads = (HeadView.of(x, block.head, block.end) for x in (q, do))
   q_t, do_t = (load_lanes(s, x, block.row, block_m, parts, outer) for x in (queries, grads))

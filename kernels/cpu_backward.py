@@ -12,8 +12,8 @@ are vectors. Only Q and dO are transposed, once per block. `unroll` rows of `vec
 registers. Q and dO, both ways, dQ^T, P and dS are on the stack (see `Tiles.stack_bytes`), sized for the second-level
 cache; the matrix that a product reads repeatedly fits in the first-level cache. One work item sums dK and dV of a key
 head over all query heads that share it. No two threads add to the same sum, so results are deterministic. With few key
-heads there are `parts` items per key head. Each takes every parts-th block of queries and keeps its own sums, which the
-caller adds up.
+heads there are `splits` items per key head. Each takes every `splits`-th block of queries and keeps its own sums,
+which the caller adds up.
 
 With keys that queries have chosen (`Chosen`), a head of q has the heads of one query that share a key head, and a block
 has these heads in its lanes. A tile has rows from anywhere, copied to the stack. Its part of dK and dV is computed on
@@ -56,7 +56,7 @@ class Tiles:
     unroll: rows whose accumulators are in registers at once.
     vectors: vectors per row of accumulators.
     lanes: float32 elements per vector.
-    parts: work items that share the queries of a key head, each with its own sums of dK and dV.
+    splits: work items that share the queries of a key head, each with its own sums of dK and dV.
   """
 
   block_m: int
@@ -64,7 +64,7 @@ class Tiles:
   unroll: int
   vectors: int
   lanes: int
-  parts: int = 1
+  splits: int = 1
 
   def __post_init__(self) -> None:
     for name, value in asdict(self).items():
@@ -92,9 +92,9 @@ def backward(
 
   Args:
     dq: (heads, M, Dk), the gradient of q, in q's dtype.
-    dk: (kv_heads * parts, N, Dk) float32: sums that the caller adds up, over the `tiles.parts` parts of each key head,
-      to get the gradient of k.
-    dv: (kv_heads * parts, N, Dv) float32: sums for the gradient of v, in the form of dk.
+    dk: (kv_heads * splits, N, Dk) float32: sums that the caller adds up, over the `tiles.splits` items of each key
+      head, to get the gradient of k.
+    dv: (kv_heads * splits, N, Dv) float32: sums for the gradient of v, in the form of dk.
     q: (heads, M, Dk), float32, float16 or bfloat16.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
@@ -107,7 +107,7 @@ def backward(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   block_m, block_n = tiles.block_m, min(tiles.block_n, N)
   s = Scope()
-  block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.parts)
+  block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.splits)
   read = block
   if isinstance(rules.pages, Chosen):
     block = block.of_sequences(rules.pages)

@@ -6,7 +6,7 @@ of its own. It loops over the heads and blocks of queries that share them:
     S^T = K Q^T, dP^T = V dO^T, P and dS     (block_n, block_m)
     acc += dS through the score_mod          (block_n, block_m), stored when the item is done
 No two items add to the same sum, and an item adds in a fixed order: two runs give the same bits. What shares an element
-within a tile, such as the keys of a slope, and the sums of `parts` items, the caller adds up.
+within a tile, such as the keys of a slope, and the sums of `splits` items, the caller adds up.
 
 Storage: Q and dO, both ways, and acc are on the stack (see `Tiles.stack_bytes`), sized for the second-level cache.
 """
@@ -32,7 +32,7 @@ from uopattn.kernels import cpu_backward
 class Tiles(cpu_backward.Tiles):
   """The block sizes of one kernel: those of `cpu_backward`.
 
-  For a bias by distance `block_n` is `block_m`. `parts` is the number of work items that share the scores of a tile of
+  For a bias by distance `block_n` is `block_m`. `splits` is the number of work items that share the scores of a tile of
   elements.
   """
 
@@ -116,7 +116,7 @@ def _store(s: Scope, dbias: UOp, work: BiasWork, item: UOp, acc: UOp) -> UOp:
     row, key = group // work.tiles * work.block_m + m, group % work.tiles * work.block_n + n
     place = gated(dbias, (row < work.M) & (key < work.N), head, row, key)
   else:
-    place = dbias[head, work.part(item), group, m, n]
+    place = dbias[head, work.split(item), group, m, n]
   return place.store(acc[n, m].load().cast(dbias.dtype)).end(m, n)
 
 

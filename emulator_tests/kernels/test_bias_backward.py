@@ -42,7 +42,7 @@ class Kind:
     options: what the oracle and the attention take.
     slope: (b, h, i, j) -> the derivative of a score with respect to the element that it reads.
     first: the first query whose gradients are wanted.
-    parts: of the small tiles.
+    splits: of the small tiles.
   """
 
   bias: Bias
@@ -50,7 +50,7 @@ class Kind:
   options: dict[str, Any] = field(default_factory=dict)
   slope: Any = None
   first: int = 0
-  parts: int = 1
+  splits: int = 1
 
 
 def normal(*shape: int) -> Array:
@@ -95,26 +95,26 @@ KINDS = {
     Bias(True, False, Places.KEYS),
     (2, 2, 1, 70, 45, 16, 16),
     {"attn_mask": normal(2, 1, 1, 45), "kv_lengths": np.array([0, 33]), "is_causal": True},
-    parts=2,
+    splits=2,
   ),
   "slopes": Kind(
     Bias(False, True, Places.ALL, (0, 0)),
     (2, 2, 1, 70, 90, 32, 16),
     {"score_mod": sloped, "aux": (normal(2),), "is_causal": True, "q_start": np.array([20, 5])},
     lambda b, h, i, j: (j - i) * 0.1,
-    parts=2,
+    splits=2,
   ),
   "distances": Kind(
     Bias(False, False, Places.DISTANCES, (0, 0)),
     (1, 2, 2, 50, 70, 16, 16),
     {"score_mod": by_distance, "aux": (normal(130),), "dropout_p": P, "kept": kept_by_seed((1, 2), 1, 2, 50, 70)},
-    parts=3,
+    splits=3,
   ),
   "distances in a window": Kind(
     Bias(False, True, Places.DISTANCES, (0, 0)),
     (3, 2, 2, 70, 100, 16, 16),
     {"score_mod": by_head_and_distance, "aux": (normal(2, 200),), "window": (30, 5)},
-    parts=2,
+    splits=2,
   ),
 }
 EACH = ("sm_80", "apple9", "gfx942", "cl")
@@ -213,7 +213,7 @@ class Case:
   def small(self) -> Any:
     """Tiles for several trips, blocks and tiles of few queries and keys."""
     loop = SMALL[self.launch.schedule.name](target_of(Device.DEFAULT).arch, self.launch.spec.dtype)
-    return type(self.launch.tiles)(loop, self.kind.parts)
+    return type(self.launch.tiles)(loop, self.kind.splits)
 
   def run(self, tiles: Any = None) -> Array:
     """The sums of the kernel, which writes them to an output full of NaN; with the tiles of choice unless given."""

@@ -34,7 +34,7 @@ def test_long(dtype: DType, is_causal: bool, M: int, N: int) -> None:
 
 def test_every_run_gives_the_same_bits() -> None:
   """With any number of threads, in any order."""
-  cpu, tiles = machine("CPU", dtypes.float32), (Tiles(32, 64, 4, 2, 16, parts=3),)
+  cpu, tiles = machine("CPU", dtypes.float32), (Tiles(32, 64, 4, 2, 16, splits=3),)
   with cpu.device():
     case = Case.of(cpu, (1, 6, 3, 300, 200, 32, 32), {"is_causal": True})
     first = case.run(tiles)
@@ -53,7 +53,7 @@ def test_tiles_state_their_laws() -> None:
   for lanes, registers in ((4, 16), (8, 16), (8, 32), (16, 32)):
     tiles = next(cpu.backward(problem_of(8, 1000, 1000, 64, 64), with_vectors(lanes, registers, 2)))
     assert tiles.vectors * tiles.unroll + tiles.unroll + 1 <= registers
-    assert (tiles.block_m, tiles.parts) == (64, 1)
+    assert (tiles.block_m, tiles.splits) == (64, 1)
   wide = next(cpu.backward(problem_of(1, 1000, 1000, 20_000, 64, dtypes.half), with_vectors(16, 32, 2)))
   assert wide.stack_bytes(20_000, 64, True) <= 4 << 20
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):
@@ -64,19 +64,19 @@ def test_tiles_state_their_laws() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 16, 17])
 @pytest.mark.parametrize("threads", [1, 2, 12])
 def test_threads_have_like_shares(kv_heads: int, blocks: int, threads: int) -> None:
-  parts = next(cpu.backward(problem_of(kv_heads, 64 * blocks, 100, 16, 16), with_vectors(16, 32, threads))).parts
-  assert parts <= min(blocks, 4 * threads)
-  turns = -(-kv_heads * parts // threads) * -(-blocks // parts)
+  splits = next(cpu.backward(problem_of(kv_heads, 64 * blocks, 100, 16, 16), with_vectors(16, 32, threads))).splits
+  assert splits <= min(blocks, 4 * threads)
+  turns = -(-kv_heads * splits // threads) * -(-blocks // splits)
   least = -(-kv_heads * blocks // threads)
-  assert turns <= 1.34 * least  # 17 blocks of one head on 12 threads are 2 turns, or 3 in fewer parts
+  assert turns <= 1.34 * least  # 17 blocks of one head on 12 threads are 2 turns, or 3 in fewer splits
   if kv_heads % threads == 0:
-    assert parts == 1
+    assert splits == 1
 
 
 @pytest.mark.parametrize(
-  ("kv_heads", "threads", "parts"), [(32, 2, 1), (32, 16, 2), (8, 16, 4), (64, 16, 1), (1, 16, 16), (64, 64, 4)]
+  ("kv_heads", "threads", "splits"), [(32, 2, 1), (32, 16, 2), (8, 16, 4), (64, 16, 1), (1, 16, 16), (64, 64, 4)]
 )
-def test_many_threads_have_several_items(kv_heads: int, threads: int, parts: int) -> None:
+def test_many_threads_have_several_items(kv_heads: int, threads: int, splits: int) -> None:
   """One of many is likely to be slow; but with few key heads each part's sums take memory, and there are no more."""
   problem = problem_of(kv_heads, 64 * 16, 100, 16, 16)
-  assert next(cpu.backward(problem, with_vectors(16, 32, threads))).parts == parts
+  assert next(cpu.backward(problem, with_vectors(16, 32, threads))).splits == splits

@@ -12,7 +12,7 @@ from tinygrad.dtype import DType
 import uopattn.emulator as emulator
 from uopattn.dsl.instructions import CUDA, HIP
 from uopattn.kernels.delta import on_cpu, row_sums
-from uopattn.kernels.sum_parts import add_parts
+from uopattn.kernels.sum_splits import add_splits
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import PRECISIONS
 
@@ -82,11 +82,11 @@ def test_on_a_cpu(shape: tuple[int, int, int], dtype: DType) -> None:
   np.testing.assert_allclose(numpy(got), np.where(lse == -np.inf, 0, exact.sum(-1) - dlse), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("parts", "dtype"), [(1, dtypes.bfloat16), (3, dtypes.half), (2, dtypes.float)], ids=str)
-def test_sums_of_parts(parts: int, dtype: DType) -> None:
-  sums = np.random.default_rng(0).standard_normal((2 * parts, 70, 33)).astype(np.float32)
+@pytest.mark.parametrize(("splits", "dtype"), [(1, dtypes.bfloat16), (3, dtypes.half), (2, dtypes.float)], ids=str)
+def test_sums_of_parts(splits: int, dtype: DType) -> None:
+  sums = np.random.default_rng(0).standard_normal((2 * splits, 70, 33)).astype(np.float32)
   out = placed(np.full((2, 70, 33), math.nan, np.float32), dtype)
-  got = Tensor.custom_kernel(out, placed(sums), fxn=add_parts)[0].realize()
-  wanted = sums.reshape(2, parts, 70, 33).sum(1)
+  got = Tensor.custom_kernel(out, placed(sums), fxn=add_splits)[0].realize()
+  wanted = sums.reshape(2, splits, 70, 33).sum(1)
   keep = PRECISIONS[dtype].keep
   np.testing.assert_allclose(numpy(got), keep(wanted), rtol=1e-6 if dtype == dtypes.float else 2**-9, atol=1e-6)

@@ -86,7 +86,7 @@ def test_a_circle_and_a_way_up_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     test_no_circle()
 
 
-SHARED = ("append", "choose", "chosen_gradients", "combine", "delta", "sum_parts")  # by several devices
+SHARED = ("append", "choose", "chosen_gradients", "combine", "delta", "sum_splits")  # by several devices
 
 
 def test_importing_the_package_loads_neither_kernels_of_a_device_nor_what_measures() -> None:

@@ -183,21 +183,21 @@ EACH_GPU = ["sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apple9
 
 @pytest.mark.parametrize("arch", [*EACH_GPU, pytest.param("sm_90", marks=pytest.mark.slow)])
 def test_probes_of_biases_on_gpus_have_their_tiles(arch: str) -> None:
-  """The tiles of a probe are those of its launch, but for the parts: an item has several trips if it had several."""
+  """The tiles of a probe are those of its launch, but for the splits: an item has several trips if it had several."""
   count = 0
   with on(arch):
     of_bias = [x for x in all_schedules_on(target_of("EMU"), True) if x.of_bias]
     probes = [x for schedule in of_bias for x in probes_of(replace(schedule, dtypes=(dtypes.half,)), True)[::2]]
     for prepared in (found for x in probes if (found := served(x, "EMU")) is not None):
       (first,) = prepared.launches
-      parts = BiasWork.of(first.spec, first.tiles).reduced  # one trip for each
-      for launch in (first, replace(first, tiles=replace(first.tiles, parts=parts))):
+      splits = BiasWork.of(first.spec, first.tiles).reduced  # one trip for each
+      for launch in (first, replace(first, tiles=replace(first.tiles, splits=splits))):
         if launch is not first and first.schedule.name == "hopper_bias_backward":  # serves items of several trips
           continue
         again = Probe.of((launch,), True)
         assert Probe.read(json.loads(json.dumps(asdict(again)))) == again
         (made,) = again.prepare("EMU").launches
-        assert replace(made.tiles, parts=1) == replace(launch.tiles, parts=1)
+        assert replace(made.tiles, splits=1) == replace(launch.tiles, splits=1)
         trips = (BiasWork.of(x.spec, x.tiles).trips for x in (launch, made))
         assert len({x > 1 for x in trips}) == 1
         count += 1

@@ -186,9 +186,9 @@ DV = Buffer("dv", lambda p, *_: (p.B, p.Hkv, p.N, p.Dv))
 DBIAS = Buffer("dbias", lambda p, tiles, _: BiasWork.of(p, tiles).shape, lambda p: p.bias_dtype, scratch=True)
 FIRST = Buffer("first", lambda *_: (1,), lambda problem: dtypes.int32, scratch=True)  # only if `Bias.count` is not 0
 GRADIENTS = {x.name: x for x in (DQ, DK, DV)}
-# On a CPU each key head has `tiles.parts` sums, which the caller adds up.
-DK_SUMS = Buffer("dk", lambda p, tiles, _: (p.kept[0], p.Hkv * tiles.parts, p.kept[2], p.Dk), in_float32)
-DV_SUMS = Buffer("dv", lambda p, tiles, _: (p.kept[0], p.Hkv * tiles.parts, p.kept[2], p.Dv), in_float32)
+# On a CPU each key head has `tiles.splits` sums, which the caller adds up.
+DK_SUMS = Buffer("dk", lambda p, tiles, _: (p.kept[0], p.Hkv * tiles.splits, p.kept[2], p.Dk), in_float32)
+DV_SUMS = Buffer("dv", lambda p, tiles, _: (p.kept[0], p.Hkv * tiles.splits, p.kept[2], p.Dv), in_float32)
 # What a forward kernel leaves for each split of the keys, and `combine` reads: the maximum and the sum of each row.
 PARTIAL_O = Buffer("partial_o", lambda p, _, splits: (p.heads * splits, p.M, p.Dv), in_float32, scratch=True)
 PARTIAL_LSE = Buffer("partial_lse", lambda p, _, splits: (p.heads * splits, p.M, 2), in_float32, scratch=True)

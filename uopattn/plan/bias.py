@@ -113,7 +113,7 @@ class Read:
     def look_up(sums: Tensor, first: Tensor) -> Tensor:
       return self._looked_up(sums, x, arguments, [y + first if axis == 2 else y for axis, y in enumerate(firsts)])
 
-    return [_in_parts(residuals, arguments, replace(self.bias, count=count), look_up)]
+    return [_by_queries(residuals, arguments, replace(self.bias, count=count), look_up)]
 
   def _firsts(self, spec: AttentionSpec) -> Firsts:
     """Return the numbers that the first sums along the axes have in the whole attention, of which this is a part."""
@@ -226,7 +226,7 @@ def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
   return summed(outputs["dbias"], BiasWork.of(spec, launch.tiles))
 
 
-def _in_parts(
+def _by_queries(
   residuals: Residuals, arguments: Arguments, bias: Bias, look_up: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
   """Add up what `look_up` makes of the sums of `Bias.count` queries at a time, and of the first one's number, (1,).
@@ -237,15 +237,15 @@ def _in_parts(
   spec = with_bias(residuals.spec, bias)
   launch, device, buffers = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.buffers(arguments)
   if missing := -bias.count % launch.tiles.block_m:  # of whole blocks of queries
-    return _in_parts(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
+    return _by_queries(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
   total, zero = None, Tensor.zeros(1, dtype=dtypes.int32, device=device)
   for first in range(0, spec.M, bias.count):
     start = (zero + first).contiguous()
     buffers["first"] = [start]
     sums = launch.run(device, buffers, arguments.variables(), no_further)["dbias"]
     buffers["dbias"] = [sums]
-    part = look_up(summed(sums, BiasWork.of(spec, launch.tiles)), start)
-    total = (part if total is None else total + part).contiguous()
+    grad = look_up(summed(sums, BiasWork.of(spec, launch.tiles)), start)
+    total = (grad if total is None else total + grad).contiguous()
     zero = zero_after(total)
   assert total is not None
   return total
@@ -269,7 +269,7 @@ def summed(x: Tensor, work: BiasWork) -> Tensor:
   batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
   if work.bias.places is Places.PAIRS:
     return x.reshape(batches, heads, work.M, work.N)
-  x = x.sum(1)  # of parts
+  x = x.sum(1)  # of splits
   places = work.bias.places
   if places is Places.DISTANCES:
     return _by_distance(x, work).reshape(batches, heads, 1, work.M + work.N - 1)

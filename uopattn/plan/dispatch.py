@@ -12,7 +12,7 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule
 from uopattn.dsl.target import CPU_ARGUMENTS, GENERIC, WITHOUT_MATRIX_UNITS, Target
-from uopattn.kernels import combine, delta, sum_parts
+from uopattn.kernels import combine, delta, sum_splits
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.plan.tiles import tiles_for
@@ -273,19 +273,19 @@ def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch:
   return Launch(schedule, schedule.kernels[has_dlse], rows)
 
 
-def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
-  """Return the launch that adds up `parts` sums of dK or of dV, whose rows have D columns, on a CPU."""
+def sums_launch(spec: AttentionSpec, splits: int, D: int) -> Launch:
+  """Return the launch that adds up `splits` sums of dK or of dV, whose rows have D columns, on a CPU."""
   B, heads, N = spec.kept
   rows = AttentionSpec(B, heads, heads, N, N, 1, D, spec.stored, 1.0)
-  return Launch(sum_parts.SCHEDULE, sum_parts.SCHEDULE.kernels[0], rows, splits=parts)
+  return Launch(sum_splits.SCHEDULE, sum_splits.SCHEDULE.kernels[0], rows, splits=splits)
 
 
 def sums_launches(launches: Sequence[Launch]) -> list[Launch]:
   """Return the launches that finish a backward pass which leaves several sums for each key head, or another dtype."""
   spec = launches[0].spec
   outputs = (x for launch in launches for x in launch.buffers() if x.name in ("dk", "dv"))
-  parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
-  return [sums_launch(spec, *x) for x in parts]
+  sums = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
+  return [sums_launch(spec, *x) for x in sums]
 
 
 def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:

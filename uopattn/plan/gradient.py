@@ -148,10 +148,10 @@ def run_backward(
 
 def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
   """Return the gradient of keys or values in their dtype. If x holds several partial sums per head, add them up."""
-  parts, D = int(x.shape[1]) // spec.Hkv, int(x.shape[3])
-  if parts == 1 and x.dtype == spec.stored:
+  splits, D = int(x.shape[1]) // spec.Hkv, int(x.shape[3])
+  if splits == 1 and x.dtype == spec.stored:
     return x
-  return sums_launch(spec, parts, D).run(cast(Devices, x.device), {"sums": [x]}, gradient=no_further)["o"]
+  return sums_launch(spec, splits, D).run(cast(Devices, x.device), {"sums": [x]}, gradient=no_further)["o"]
 
 
 def of_inputs(residuals: Residuals, arguments: Arguments, wanted: Collection[str]) -> list[Tensor | None]:

@@ -33,7 +33,7 @@ from uopattn.trust.features import NAMED, Inputs, Sizes, of_sequences, slopes
 DETAILS = {"window", "attn_mask", "q_start", "kv_lengths", "page_table"}  # features that have one
 MOST_BATCHES, MOST_HEADS = 2, 2  # batches, and key heads, of a probe
 SPLITS = 2  # of the keys, in a probe of split-KV
-PARTS = 2  # work items that share the scores of an element of a bias, if each has several trips
+SPLITS = 2  # work items that share the scores of an element of a bias, if each has several trips
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Probe:
     bias = s.bias
     if bias is not None:
       bias = replace(bias, read=None if bias.read is None else (0, 0), count=ROWS if bias.count else 0)
-      tiles = [x | {"parts": _parts(first, BiasWork(bias, B, Hq, M, N, block_m, block_n))} for x in tiles]
+      tiles = [x | {"splits": _splits(first, BiasWork(bias, B, Hq, M, N, block_m, block_n))} for x in tiles]
     return cls(
       first.schedule.name,
       backward,
@@ -147,10 +147,10 @@ def _tiles(kind: type, fields: dict[str, Any]) -> Any:
   )
 
 
-def _parts(launch: Launch, work: BiasWork) -> int:
+def _splits(launch: Launch, work: BiasWork) -> int:
   """Return how many work items of a probe share the scores of an element: each has one trip if that is so at first."""
   has_loop = BiasWork.of(launch.spec, launch.tiles).trips > 1
-  return max(1, min(launch.tiles.parts, PARTS, work.reduced // 2)) if has_loop else work.reduced
+  return max(1, min(launch.tiles.splits, SPLITS, work.reduced // 2)) if has_loop else work.reduced
 
 
 def _length(n: int, block: int, whole: int) -> int:

@@ -59,8 +59,8 @@ class Block:
     return KeyTiles(head_rules, head_rules.key_range(self.row, block_m, block_n), block_n)
 
 
-def open_blocks(s: Scope, q: UOp, dk: UOp, dv: UOp, kv_heads: int, block_m: int, parts: int) -> tuple[Block, UOp, UOp]:
-  """Open the axes of work items, `parts` per key head, and of the blocks of each.
+def open_blocks(s: Scope, q: UOp, dk: UOp, dv: UOp, kv_heads: int, block_m: int, splits: int) -> tuple[Block, UOp, UOp]:
+  """Open the axes of work items, `splits` per key head, and of the blocks of each.
 
   Returns:
     The block, and dk and dv after the item's sums in them are set to 0.
@@ -68,9 +68,9 @@ def open_blocks(s: Scope, q: UOp, dk: UOp, dv: UOp, kv_heads: int, block_m: int,
   heads, M, _ = sizes(q)
   group = heads // kv_heads
   blocks = group * ceildiv(M, block_m)  # per key head
-  item = s.axis(kv_heads * parts, AxisType.THREAD)
+  item = s.axis(kv_heads * splits, AxisType.THREAD)
   dk, dv = (clear(s, x, item) for x in (dk, dv))
-  return block_of(item, s.axis(ceildiv(blocks, parts)), blocks, group, M, block_m, parts), dk, dv
+  return block_of(item, s.axis(ceildiv(blocks, splits)), blocks, group, M, block_m, splits), dk, dv
 
 
 def clear(s: Scope, x: UOp, item: UOp) -> UOp:
@@ -79,14 +79,14 @@ def clear(s: Scope, x: UOp, item: UOp) -> UOp:
   return x.after(x[item, n, d].store(UOp.const(0.0, dtypes.float)).end(n, d))
 
 
-def block_of(item: UOp, number: UOp, blocks: int, group: int, M: int, block_m: int, parts: int) -> Block:
+def block_of(item: UOp, number: UOp, blocks: int, group: int, M: int, block_m: int, splits: int) -> Block:
   """The block of that number of a work item.
 
-  The blocks of an item are `parts` apart. With a causal mask, all items thus get a similar mix of long and short ones.
+  The blocks of an item are `splits` apart. With a causal mask, all items thus get a similar mix of long and short ones.
   """
-  place, a_head = number * parts + item % parts, blocks // group
+  place, a_head = number * splits + item % splits, blocks // group
   busy, place = place < blocks, clamp(place, 0, blocks - 1)
-  kv_head = item // parts
+  kv_head = item // splits
   head, end = kv_head * group + place // a_head, busy.where(UOp.const(M), 0)
   return Block((item, number), kv_head, head, place % a_head * block_m, end, busy)
 

@@ -50,15 +50,15 @@ class BiasTiles:
   Attributes:
     loop: the block sizes of the loop over tiles of keys, as for dQ. For a bias by distance, `loop.rows` and
       `loop.block` are equal.
-    parts: work items that share the scores of a tile of elements.
+    splits: work items that share the scores of a tile of elements.
   """
 
   loop: Any
-  parts: int = 1
+  splits: int = 1
 
   def __post_init__(self) -> None:
-    if self.parts < 1:
-      raise ValueError(f"Tiles.parts={self.parts}: must be at least 1")
+    if self.splits < 1:
+      raise ValueError(f"Tiles.splits={self.splits}: must be at least 1")
 
   @property
   def block_m(self) -> int:
@@ -167,7 +167,7 @@ class Trips:
           i, j = group // work.tiles * work.block_m + m, group % work.tiles * work.block_n + n
           place = gated(dbias, (i < work.M) & (j < work.N), head, i, j)
         else:
-          place = dbias[head, work.part(item), group, m, n]
+          place = dbias[head, work.split(item), group, m, n]
         stores.append(place.store(acc[number[at]].load().cast(dbias.dtype)))
     return stores
 

@@ -73,7 +73,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasWork:
-  """The work of a bias's gradient: for each element, or block of elements, and `parts` times, one item.
+  """The work of a bias's gradient: for each element, or block of elements, and `splits` times, one item.
 
   An item adds up gradients of scores, (block_m, block_n), over its trips, in an order that is fixed: the heads and
   blocks of queries that share its elements.
@@ -82,7 +82,7 @@ class BiasWork:
     bias: which gradients belong together.
     B, H, M, N: batches, query heads, queries (`Bias.count` if that is not 0) and keys.
     block_m, block_n: queries and keys of a tile; equal for distances.
-    parts: items that share the trips of an element.
+    splits: items that share the trips of an element.
   """
 
   bias: Bias
@@ -92,14 +92,14 @@ class BiasWork:
   N: int
   block_m: int
   block_n: int
-  parts: int = 1
+  splits: int = 1
 
   @classmethod
   def of(cls, problem: Any, tiles: Any) -> "BiasWork":
     """The work for a problem that has a bias."""
     bias = problem.bias
     M = bias.count or problem.M
-    return cls(bias, problem.B, problem.Hq, M, problem.N, tiles.block_m, tiles.block_n, tiles.parts)
+    return cls(bias, problem.B, problem.Hq, M, problem.N, tiles.block_m, tiles.block_n, tiles.splits)
 
   @property
   def blocks(self) -> int:
@@ -130,7 +130,7 @@ class BiasWork:
 
   @property
   def items(self) -> int:
-    return self.kept * self.parts * self.groups
+    return self.kept * self.splits * self.groups
 
   @property
   def is_tiled(self) -> bool:
@@ -162,23 +162,23 @@ class BiasWork:
   @property
   def trips(self) -> int:
     """Trips of an item, at most."""
-    return ceildiv(self.reduced, self.parts)
+    return ceildiv(self.reduced, self.splits)
 
   def trips_of(self, item: UOp) -> UOp:
     """Trips of an item."""
     count = self._shared * self._blocks_of(self.group(item))[1]
-    return clamp((count + self.parts - 1) // self.parts, 1, self.trips).simplify()
+    return clamp((count + self.splits - 1) // self.splits, 1, self.trips).simplify()
 
   @property
   def shape(self) -> tuple[int, ...]:
     """The shape of the result.
 
-    (heads, M, N) for pairs; else (heads, parts, groups, block_m, block_n), to be summed over parts and what else
+    (heads, M, N) for pairs; else (heads, splits, groups, block_m, block_n), to be summed over splits and what else
     shares an element within a tile.
     """
     if self.bias.places is Places.PAIRS:
       return self.kept, self.M, self.N
-    return self.kept, self.parts, self.groups, self.block_m, self.block_n
+    return self.kept, self.splits, self.groups, self.block_m, self.block_n
 
   def group(self, item: UOp) -> UOp:
     """The tile of elements of an item."""
@@ -186,16 +186,16 @@ class BiasWork:
 
   def kept_head(self, item: UOp) -> UOp:
     """The head of an item, among those with elements of their own."""
-    return item // (self.groups * self.parts)
+    return item // (self.groups * self.splits)
 
-  def part(self, item: UOp) -> UOp:
-    return item // self.groups % self.parts
+  def split(self, item: UOp) -> UOp:
+    return item // self.groups % self.splits
 
   def at(self, item: UOp, trip: UOp) -> Item:
     """What an item processes in a trip."""
     places, group = self.bias.places, self.group(item)
     first, count = self._blocks_of(group)
-    number = self.part(item) + trip * self.parts
+    number = self.split(item) + trip * self.splits
     exists, number = number < self._shared * count, clamp(number, 0, self._shared * count - 1)
     shared, block = number // count, first + number % count
     head = self._head(self.kept_head(item), shared)

@@ -12,7 +12,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels.amd_backward import Tiles as Backward
 from uopattn.kernels.amd_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.amd_forward import Tiles as Forward
-from uopattn.plan.tiles.bias import in_parts
+from uopattn.plan.tiles.bias import with_splits
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
@@ -135,7 +135,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
     loop = Backward(target.arch, "bias", waves, 1, block, bits)
     registers, lds = loop.registers(p.Dk, p.Dv), loop.lds_bytes(p.Dk, p.Dv)
     if registers <= _registers(f) and lds <= target.lds:
-      yield in_parts(BiasBackward, loop, p, target)
+      yield with_splits(BiasBackward, loop, p, target)
       return
   check_lds(lds, p, target)
   raise ValueError(f"head size {max(p.Dk, p.Dv)}: a tile needs {registers} registers, and {_registers(f)} are there")

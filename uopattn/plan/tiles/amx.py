@@ -10,7 +10,7 @@ from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.amx_backward import Tiles as Backward
 from uopattn.kernels.amx_forward import Tiles as Forward
-from uopattn.plan.tiles.cpu import STACK_LIMIT, blocks_per_call, fit_stack, items_per_thread, parts_of
+from uopattn.plan.tiles.cpu import STACK_LIMIT, blocks_per_call, fit_stack, items_per_thread, splits_of
 
 SECOND_CACHE = 3 << 19  # bytes for Q^T and O^T of a block; Xeons with AMX have 2 MB per core
 SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
@@ -69,8 +69,8 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
     return Backward(block_m, block_n).stack_bytes(p.Dk, p.Dv, PARTS.get(p.dtype, 1))
 
   def make(block_m: int, block_n: int) -> Backward:
-    parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
-    return Backward(block_m, block_n, parts)
+    splits = splits_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
+    return Backward(block_m, block_n, splits)
 
   # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
   block_n = next((n for n in (64, 96, 32) if p.N % n == 0), 64 if p.N > BLOCK else BLOCK)

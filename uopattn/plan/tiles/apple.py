@@ -15,7 +15,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels.apple_backward import Tiles as Backward
 from uopattn.kernels.apple_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.apple_forward import Tiles as Forward
-from uopattn.plan.tiles.bias import in_parts
+from uopattn.plan.tiles.bias import with_splits
 
 REGISTERS = 104  # per thread of those that tiles count; addresses and temporaries need the rest of 128
 WARPS = 4  # per threadgroup
@@ -78,7 +78,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
       for m, block in shapes
     ]
   loop = next(_fitting(candidates, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
-  yield in_parts(BiasBackward, loop, p, target)
+  yield with_splits(BiasBackward, loop, p, target)
 
 
 def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:

@@ -10,23 +10,23 @@ from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 
 ITEMS = 4  # per multiprocessor
-MOST_BYTES = 256 << 20  # of the sums of all items, for more parts than keep all multiprocessors busy
+MOST_BYTES = 256 << 20  # of the sums of all items, for more splits than keep all multiprocessors busy
 Tiles = TypeVar("Tiles", bound=BiasTiles)
 
 
-def in_parts(kind: type[Tiles], loop: object, problem: Problem, target: Target) -> Tiles:
-  """The tiles with these block sizes, and parts that keep all multiprocessors busy.
+def with_splits(kind: type[Tiles], loop: object, problem: Problem, target: Target) -> Tiles:
+  """The tiles with these block sizes, and splits that keep all multiprocessors busy.
 
   If an item has all tiles of keys of its blocks of queries, each item gets one block: so it can skip tiles.
   """
   work, wanted = BiasWork.of(problem, kind(loop)), ITEMS * target.multiprocessors
   if work.bias.places is Places.PAIRS:
     return kind(loop)
-  parts = min(work.trips, ceildiv(wanted, work.items))
+  splits = min(work.trips, ceildiv(wanted, work.items))
   if work.bias.places is Places.ALL:
     heads = work.trips // work.blocks
     shares = (x for x in range(1, heads + 1) if heads % x == 0 and work.items * work.blocks * x >= wanted)
     by_block = work.blocks * next(shares, heads)
     if 4 * work.items * by_block * work.block_m * work.block_n <= MOST_BYTES:
-      parts = by_block
-  return kind(loop, parts)
+      splits = by_block
+  return kind(loop, splits)

@@ -17,7 +17,7 @@ from uopattn.kernels.cpu_decode import Tiles as Decode
 from uopattn.kernels.cpu_forward import Tiles as Forward
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
-FEW_PARTS = 4  # parts whose sums are added up quickly
+FEW_SPLITS = 4  # splits whose sums are added up quickly
 WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.02 to 0.03 ms, while a call costs a microsecond
 NEAREST = 36 << 10  # most bytes of K and V per tile: the first-level cache has one in use while the other comes in
 
@@ -109,8 +109,8 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
 
   def make(block_m: int, block_n: int, vectors: int, unroll: int) -> Backward:
     kv_heads = p.kept[0] * p.kept[1]
-    parts = parts_of(kv_heads, p.heads // kv_heads * ceildiv(p.M, block_m), target.threads)
-    return Backward(block_m, block_n, unroll, vectors, lanes, parts)
+    splits = splits_of(kv_heads, p.heads // kv_heads * ceildiv(p.M, block_m), target.threads)
+    return Backward(block_m, block_n, unroll, vectors, lanes, splits)
 
   def needed(block_m: int, block_n: int) -> int:
     tiles = Backward(block_m, block_n, 1, 1, lanes)
@@ -156,8 +156,8 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   block_m, block_n = fit_stack(needed, block_m, block_n, lanes, least_n, p)
   tiles = BiasBackward(block_m, block_n, unroll, vectors, lanes)
   work, wanted = BiasWork.of(p, tiles), items_per_thread(target.threads) * target.threads
-  parts = 1 if p.bias.places is Places.PAIRS else max(1, min(work.trips, ceildiv(wanted, work.items)))
-  yield replace(tiles, parts=parts)
+  splits = 1 if p.bias.places is Places.PAIRS else max(1, min(work.trips, ceildiv(wanted, work.items)))
+  yield replace(tiles, splits=splits)
 
 
 def largest_divisor(x: int, most: int) -> int:
@@ -207,18 +207,18 @@ def items_per_thread(threads: int) -> int:
   return max(2, min(8, threads // 2))
 
 
-def parts_of(kv_heads: int, blocks: int, threads: int) -> int:
-  """Choose the fewest parts of each key head's `blocks` blocks that keep threads busy for nine tenths of the time.
+def splits_of(kv_heads: int, blocks: int, threads: int) -> int:
+  """Choose the fewest splits of each key head's `blocks` blocks that keep threads busy for nine tenths of the time.
 
-  If that is not possible, come as close as possible. Each part has sums of its own, which are added up afterwards. So
-  up to `FEW_PARTS` parts are made for more work items per thread, half as many as `items_per_thread`.
+  If that is not possible, come as close as possible. Each split has sums of its own, which are added up afterwards. So
+  up to `FEW_SPLITS` splits are made for more work items per thread, half as many as `items_per_thread`.
   """
 
-  def longest(parts: int) -> int:
+  def longest(splits: int) -> int:
     """The blocks that the busiest thread processes."""
-    return ceildiv(kv_heads * parts, threads) * ceildiv(blocks, parts)
+    return ceildiv(kv_heads * splits, threads) * ceildiv(blocks, splits)
 
   choices, items = range(1, min(blocks, 4 * threads) + 1), items_per_thread(threads) // 2 * threads
   least = min(map(longest, choices))
-  good = [parts for parts in choices if 9 * longest(parts) <= 10 * least]
-  return next((parts for parts in good if parts >= FEW_PARTS or kv_heads * parts >= items), good[-1])
+  good = [splits for splits in choices if 9 * longest(splits) <= 10 * least]
+  return next((splits for splits in good if splits >= FEW_SPLITS or kv_heads * splits >= items), good[-1])

@@ -17,7 +17,7 @@ from uopattn.kernels.cuda_backward import Tiles as Backward
 from uopattn.kernels.cuda_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.cuda_forward import Tiles as Forward
 from uopattn.kernels.cuda_wide_forward import Tiles as Wide
-from uopattn.plan.tiles.bias import in_parts
+from uopattn.plan.tiles.bias import with_splits
 
 # Limits of `Tiles.registers`, of 255 per lane, as seen in compile reports: P, addresses and temporaries need the rest.
 # With the smallest tile they need less, and it may spill a little, because the alternative is no kernel.
@@ -266,7 +266,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
     block = min(keys, round_up(p.N, PAIR))
     rows = keys // MMA_M if square else min(warps, ceildiv(p.M, MMA_M))
     loop = Backward(rows, 1, keys if square else block, 2, kept, step, p.tf32, turing)
-    tiles = in_parts(BiasBackward, loop, p, target)
+    tiles = with_splits(BiasBackward, loop, p, target)
     registers, shared = loop.registers(Dk, Dv, loop.block), tiles.shared_bytes(BiasWork.of(p, tiles), Dk, Dv)
     if registers <= BACKWARD_BUDGET[0] and shared <= target.lds:
       yield tiles

@@ -12,7 +12,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels.generic_backward import Tiles as Backward
 from uopattn.kernels.generic_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.generic_forward import Tiles as Forward
-from uopattn.plan.tiles.bias import in_parts
+from uopattn.plan.tiles.bias import with_splits
 
 REGISTERS = 160  # float32 per thread that tiles count
 LOCAL_BYTES = 32 << 10  # of local memory at most: more would leave one workgroup per compute unit
@@ -69,7 +69,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
     Backward(rows, block, _own(rows), ACROSS, in_local) for in_local in (True, False) for rows, block in sizes
   ]
   loop = next(_fitting(candidates, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
-  yield in_parts(BiasBackward, loop, p, target)
+  yield with_splits(BiasBackward, loop, p, target)
 
 
 def _block(rows: int, most: int) -> int:

@@ -22,7 +22,7 @@ from uopattn.kernels.hopper_fused_backward import Tiles as Fused
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS
 from uopattn.kernels.hopper_wide_forward import Tiles as Wide
-from uopattn.plan.tiles.bias import in_parts
+from uopattn.plan.tiles.bias import with_splits
 
 T = TypeVar("T", Forward, Float32)
 
@@ -275,7 +275,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   if arch != "sm_90" or Dk % 8 or Dv % 8:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
   loop = BIAS[bias.places is Places.DISTANCES][max(Dk, Dv) > 64]
-  tiles = in_parts(BiasBackward, Backward(*loop), problem, target)
+  tiles = with_splits(BiasBackward, Backward(*loop), problem, target)
   if not streams_queries(BiasWork.of(problem, tiles)):
     raise ValueError(f"{bias}: elements must be shared by heads or blocks of queries that have a tile of keys each")
   if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:

@@ -15,23 +15,23 @@ from uopattn.dsl.schedule import DTYPES_16_32, Buffer, Kernel, O, Schedule, in_f
 ROWS = 64
 
 
-def add_parts(o: UOp, sums: UOp) -> UOp:
+def add_splits(o: UOp, sums: UOp) -> UOp:
   """Build the kernel.
 
   Args:
     o: (heads, N, D), the output, in any dtype.
-    sums: (heads parts, N, D) float32.
+    sums: (heads splits, N, D) float32.
   """
   (heads, N, D), s = sizes(o), Scope()
-  parts, blocks = sizes(sums)[0] // heads, ceildiv(N, ROWS)
+  splits, blocks = sizes(sums)[0] // heads, ceildiv(N, ROWS)
   item = s.axis(heads * blocks, AxisType.THREAD)
   head, r, d = item // blocks, s.axis(min(ROWS, N)), s.axis(D)
   n = item % blocks * ROWS + r
   inside = n < N
-  total = reduce(UOp.__add__, (gated(sums, inside, head * parts + i, n, d).load() for i in range(parts)))
+  total = reduce(UOp.__add__, (gated(sums, inside, head * splits + i, n, d).load() for i in range(splits)))
   store = gated(o, inside, head, n, d).store(total.cast(o.dtype))
-  return make_kernel(f"attention_sums_{heads}_{parts}_{N}_{D}", (r, d, item), store)
+  return make_kernel(f"attention_sums_{heads}_{splits}_{N}_{D}", (r, d, item), store)
 
 
-SUMS = Buffer("sums", lambda p, _, parts: (p.B, p.Hkv * parts, p.N, p.Dv), in_float32)
-SCHEDULE = Schedule("sum_parts", ("CPU",), DTYPES_16_32, (Kernel(add_parts, (O.written, SUMS), params=()),))
+SUMS = Buffer("sums", lambda p, _, splits: (p.B, p.Hkv * splits, p.N, p.Dv), in_float32)
+SCHEDULE = Schedule("sum_splits", ("CPU",), DTYPES_16_32, (Kernel(add_splits, (O.written, SUMS), params=()),))
