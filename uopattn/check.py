@@ -16,7 +16,7 @@ from uopattn.plan.dispatch import NoKernel, all_schedules_on
 from uopattn.plan.target import is_emulated
 from uopattn.runtime.machine import usable_cores
 from uopattn.trust.cover import probes_of
-from uopattn.trust.outcome import Apart, outcomes
+from uopattn.trust.outcome import ProbeProcess, outcomes
 from uopattn.trust.report import Kernel, Report, compared
 
 MOST_JOBS = 8  # processes at once: each needs some memory of the device
@@ -83,8 +83,8 @@ def _check(kernel: Kernel, schedule: Schedule, device: str, jobs: int, quick: bo
   for probe, outcome in tqdm(outcomes(probes, device, jobs), desc=label, total=len(probes), disable=None):
     kernel.add(probe, outcome)
   if timed and kernel.is_right:
-    with Apart(device) as apart:
-      kernel.add_speed(apart.speed(kernel.name, kernel.backward) or {})
+    with ProbeProcess(device) as process:
+      kernel.add_speed(process.speed(kernel.name, kernel.backward) or {})
 
 
 def main() -> int:

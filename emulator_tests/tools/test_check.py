@@ -14,7 +14,7 @@ import trust
 from uopattn import check
 from uopattn.measure.program import Usage
 from uopattn.trust.cards import RECORD, cards
-from uopattn.trust.outcome import FAILS, HANGS, RIGHT, UNAVAILABLE, UNSERVED, WRONG, Apart, Outcome, outcomes
+from uopattn.trust.outcome import FAILS, HANGS, RIGHT, UNAVAILABLE, UNSERVED, WRONG, Outcome, ProbeProcess, outcomes
 from uopattn.trust.probe import Probe
 from uopattn.trust.report import Report, without_private
 from uopattn.trust.speed import speed
@@ -27,8 +27,8 @@ Answer = Callable[[Probe], Outcome]
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
   """What comes of a probe, without running it: by the last function of the list."""
   found: list[Answer] = [lambda probe: Outcome(RIGHT, errors={"output": 1e-4}, seconds=0.1)]
-  monkeypatch.setattr(Apart, "outcome", lambda self, probe: found[-1](probe))
-  monkeypatch.setattr(Apart, "speed", lambda self, *_: {"uopattn": 100.0, "tinygrad": 4.0, "product": 7.5})
+  monkeypatch.setattr(ProbeProcess, "outcome", lambda self, probe: found[-1](probe))
+  monkeypatch.setattr(ProbeProcess, "speed", lambda self, *_: {"uopattn": 100.0, "tinygrad": 4.0, "product": 7.5})
   return found
 
 
@@ -146,13 +146,13 @@ def test_bad_input(
 
 def test_several_at_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
   """Where one process alone may use the device, the first runs what the others could not."""
-  who: list[Apart] = []
+  who: list[ProbeProcess] = []
 
-  def outcome(self: Apart, probe: Probe) -> Outcome:
+  def outcome(self: ProbeProcess, probe: Probe) -> Outcome:
     who.append(self)
     return Outcome(RIGHT if self is who[0] else UNAVAILABLE, reason=str(probe.sizes[3]))
 
-  monkeypatch.setattr(Apart, "outcome", outcome)
+  monkeypatch.setattr(ProbeProcess, "outcome", outcome)
   probes = [Probe("cpu_forward", False, (1, 1, 1, i, 1, 1, 1), "half", "half") for i in range(20)]
   found = list(outcomes(probes, "CPU", 4))
   assert [x for x, _ in found] == probes

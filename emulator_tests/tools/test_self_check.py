@@ -39,7 +39,7 @@ from uopattn.spec.spec import make_spec
 from uopattn.trust import cards, guard, outcome
 from uopattn.trust.cover import probes_of
 from uopattn.trust.guard import VERDICTS
-from uopattn.trust.outcome import FAILS, HANGS, RIGHT, UNAVAILABLE, WRONG, Apart, Outcome
+from uopattn.trust.outcome import FAILS, HANGS, RIGHT, UNAVAILABLE, WRONG, Outcome, ProbeProcess
 from uopattn.trust.probe import Probe, features_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,11 +64,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
   """Probes run in this process, as where a device takes one process alone; the list has them."""
   found: list[Probe] = []
 
-  def unavailable(self: Apart, probe: Probe) -> Outcome:
+  def unavailable(self: ProbeProcess, probe: Probe) -> Outcome:
     found.append(probe)
     return Outcome(UNAVAILABLE, "one process alone may use the device")
 
-  monkeypatch.setattr(Apart, "outcome", unavailable)
+  monkeypatch.setattr(ProbeProcess, "outcome", unavailable)
   return found
 
 
@@ -76,7 +76,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
 def verdict(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
   """What comes of all probes, without running them: the first of the list, which a test changes."""
   found = [Outcome(RIGHT)]
-  monkeypatch.setattr(Apart, "outcome", lambda self, probe: found[0])
+  monkeypatch.setattr(ProbeProcess, "outcome", lambda self, probe: found[0])
   return found
 
 
@@ -495,17 +495,17 @@ def test_a_kernel_that(statement: str, says: str, tree: Path, edited: Any, tmp_p
 
 
 def test_a_right_kernel_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-  with Apart(CPU) as apart:
-    assert apart.outcome(Probe.of((launch_of(),), False)).verdict == RIGHT
-    assert apart.outcome(Probe("no_such_kernel", False, SMALL, "half", "half")).verdict == "unserved"
-  with Apart("NV:7") as apart:
-    assert apart.outcome(Probe.of((launch_of(),), False)).verdict == UNAVAILABLE
+  with ProbeProcess(CPU) as process:
+    assert process.outcome(Probe.of((launch_of(),), False)).verdict == RIGHT
+    assert process.outcome(Probe("no_such_kernel", False, SMALL, "half", "half")).verdict == "unserved"
+  with ProbeProcess("NV:7") as process:
+    assert process.outcome(Probe.of((launch_of(),), False)).verdict == UNAVAILABLE
 
 
 def test_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sys, "executable", "/nowhere/python")
-  with Apart(CPU) as apart:
-    found = apart.outcome(Probe.of((launch_of(),), False))
+  with ProbeProcess(CPU) as process:
+    found = process.outcome(Probe.of((launch_of(),), False))
   assert (found.verdict, "No such file" in found.reason) == (UNAVAILABLE, True)
 
 

@@ -73,10 +73,10 @@ class Run:
     self.copies: Any = None  # the asynchronous copies in flight, if the kernel has any
     self.contracted = "first"  # which product of a sum is not rounded, see `alu.contraction`
     self.stamped = False  # whether the kernel has mbarriers
-    self.apart = False  # whether the kernel's warpgroups run apart
+    self.asynchronous = False  # whether the kernel's warpgroups run asynchronously
     self.barriers: dict[Any, Any] = {}  # the mbarriers, by LDS buffer
     self.clock = 0  # advances with every arrival at an mbarrier
-    self.tracks: Any = None  # the warpgroups, if they run apart
+    self.tracks: Any = None  # the warpgroups, if they run asynchronously
     self.maps: dict[int, Any] = {}  # the workgroup's tensor maps
     self.registers: list[int] = []  # per lane, of each wave
     self.sums: Any = None  # what the launch's workgroups have added to global memory

@@ -44,7 +44,7 @@ def launch(
   _check_launch(program, buffers, local_size)
   data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
   groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
-  batch = 1 if program.apart else max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
+  batch = 1 if program.asynchronous else max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
   sums = Sums()
   with np.errstate(all="ignore"):  # infinities and integer wraparound are what the hardware gives too
     for first in range(0, groups, batch):
@@ -53,7 +53,7 @@ def launch(
       run.place(first, tuple(global_size), tuple(arguments))
       _fill(program, run, data)
       run.sums = sums.of_batch()
-      if program.apart:
+      if program.asynchronous:
         run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * shape.waves
         by_warps = program.uses("semaphore_wait") or program.uses("ldmatrix")
         run.tracks = Tracks(run, partial(execute, program.steps, run), by_warps)
@@ -89,7 +89,7 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   run.values = list(program.template)
   if any(map(program.uses, ("cp_async", "tma_load", "bulk_load"))):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
-  run.stamped, run.apart, run.contracted = program.uses("mbarrier"), program.apart, program.contracted
+  run.stamped, run.asynchronous, run.contracted = program.uses("mbarrier"), program.asynchronous, program.contracted
   if program.uses("wgmma") or program.uses("tma_reduce_add"):
     run.flights = []
   if program.uses("tile_"):

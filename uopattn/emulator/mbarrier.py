@@ -2,7 +2,7 @@
 
 Where all waves execute a statement together, a phase must be complete when a wait names it; otherwise no order of the
 waves completes it. After the wait, all LDS accesses from before the phase's first arrival are ordered, and the copies
-that arrived on completion are visible. Where warpgroups run apart (`tracks`), a wait lets others run.
+that arrived on completion are visible. Where warpgroups run asynchronously (`tracks`), a wait lets others run.
 
 Source: PTX ISA, "Asynchronous Barrier".
 """
@@ -144,7 +144,7 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
   lanes = run.active()
   barriers, at = used(run, u, barrier, lanes)
   if run.tracks is not None:
-    _wait_apart(run, u, barriers, at, run.spread(parity)[lanes], lanes)
+    _wait_asynchronously(run, u, barriers, at, run.spread(parity)[lanes], lanes)
     return
   if (bad := barriers.phase[at] % 2 == run.spread(parity)[lanes]).any():
     raise run.fail(Divergence, u, TOO_FEW, lanes[bad])
@@ -164,7 +164,7 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
       memory.ordered(before)
 
 
-def _wait_apart(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:
+def _wait_asynchronously(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:
   """Wait while other warpgroups run. What those knew that have come is then known here."""
 
   def ready() -> bool:

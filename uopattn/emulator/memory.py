@@ -167,8 +167,8 @@ class LDS(Memory):
     self.races = run.check and run.shape.waves > 1
     # the times when each granule was last written and read, because an mbarrier orders only some accesses
     self.stamps = (np.zeros(shape, np.int32), np.zeros(shape, np.int32)) if self.races and run.stamped else None
-    # where warpgroups run apart, the times when each wave last wrote and read each granule; -1 for never
-    self.times = np.full((2, run.shape.waves, shape), -1, np.int32) if self.races and run.apart else None
+    # where warpgroups run asynchronously, the times when each wave last wrote and read each granule; -1 for never
+    self.times = np.full((2, run.shape.waves, shape), -1, np.int32) if self.races and run.asynchronous else None
     # the lane that wrote each granule, until its fence_proxy_async makes it visible to asynchronous products; or -1
     self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 

@@ -121,7 +121,7 @@ def _without(launches: Sequence[Launched], program: "Program", u: UOp) -> Kernel
   from . import tracks  # imported here, so that registering the device does not load numpy
 
   broken = program.without(u)
-  for order in tracks.ORDERS if program.apart else tracks.ORDERS[:1]:
+  for order in tracks.ORDERS if program.asynchronous else tracks.ORDERS[:1]:
     try:
       with tracks.ordered(order):
         for launched in launches:

@@ -110,8 +110,8 @@ class Program:
     return any(name.startswith(prefix) for name in self.names)
 
   @property
-  def apart(self) -> bool:
-    """Whether the kernel's warpgroups wait for each other in turns, and so run apart; see `tracks`."""
+  def asynchronous(self) -> bool:
+    """Whether the kernel's warpgroups wait for each other in turns, and so run asynchronously; see `tracks`."""
     return self.uses("exit_warps") or self.uses("named_barrier")
 
   def without(self, omit: UOp) -> "Program":

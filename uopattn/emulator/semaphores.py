@@ -16,7 +16,7 @@ from tinygrad.uop.ops import UOp
 from .errors import Divergence, OutOfBounds, Race
 from .lanes import Run
 from .memory import LDS, Global, Pointer
-from .tracks import apart
+from .tracks import tracks_of
 
 BYTES = 16  # that sizes and addresses are multiples of
 Known = dict[tuple[int, int], int]  # by workgroup and wave: what it had done before a time
@@ -106,7 +106,7 @@ def _index(run: Run, u: UOp, semaphore: Pointer, lane: int) -> int:
 def wait_for(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
     return
-  tracks, index, wanted = apart(run, u), _index(run, u, semaphore, lane), run.spread(number)[lane]
+  tracks, index, wanted = tracks_of(run, u), _index(run, u, semaphore, lane), run.spread(number)[lane]
   cells = semaphore.memory.view(np.dtype(np.int32))
   what = f"waits for {wanted} at a semaphore that is {int(cells[index])}"
   tracks.wait(lambda: bool(cells[index] == wanted), lambda: run.fail(Divergence, u, what, np.array([lane])))
@@ -120,7 +120,7 @@ def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> Non
   index = _index(run, u, semaphore, lane)
   run.sums.released[semaphore.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
   semaphore.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
-  apart(run, u).signalled()
+  tracks_of(run, u).signalled()
 
 
 def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> None:
@@ -146,7 +146,7 @@ def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, f
 
 def _until_others_wait(run: Run, u: UOp) -> None:
   """Let all others go on as far as they can."""
-  tracks = apart(run, u)
+  tracks = tracks_of(run, u)
   own = tracks.now
   tracks.wait(lambda: not any(x.ready() for x in tracks.tracks if x is not own and not x.ended))
 

@@ -1,4 +1,4 @@
-"""Warpgroups that run apart: each executes the kernel by itself, and they meet where the kernel makes them wait.
+"""Asynchronous warpgroups: each executes the kernel by itself, and they meet where the kernel makes them wait.
 
 Otherwise all lanes execute a statement together, which no kernel can whose warpgroups wait for each other in turns.
 Here one workgroup runs at a time, and of its warpgroups one at a time until it must wait. Then, and whenever it signals
@@ -211,8 +211,8 @@ class Tracks:
     self.learn(number, lanes)
 
 
-def apart(run: Run, u: UOp) -> Tracks:
-  """The warpgroups that run apart. Every kernel with an instruction that asks for them has them."""
+def tracks_of(run: Run, u: UOp) -> Tracks:
+  """The warpgroups, which run asynchronously. Every kernel with an instruction that asks for them has them."""
   assert run.tracks is not None, u
   return run.tracks
 
@@ -223,7 +223,7 @@ def named_barrier(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -
     numbers, counts = (np.unique(run.spread(x)[lanes]) for x in (number, count))
     if len(lanes) % run.shape.wave or len(numbers) != 1 or len(counts) != 1:
       raise run.fail(Divergence, u, "meets at a barrier without whole warps, or at several barriers at once", lanes)
-    apart(run, u).meet(u, int(numbers[0]), int(counts[0]), lanes, when is None)
+    tracks_of(run, u).meet(u, int(numbers[0]), int(counts[0]), lanes, when is None)
 
 
 def exit_warps(run: Run, u: UOp, when: Any) -> None:
@@ -232,7 +232,7 @@ def exit_warps(run: Run, u: UOp, when: Any) -> None:
   if ended.any() != ended.all():
     raise run.fail(Divergence, u, "ends a part of a warpgroup", lanes[ended])
   if ended.all():
-    apart(run, u).leave()
+    tracks_of(run, u).leave()
 
 
 class TripEnded(Exception):
@@ -281,7 +281,7 @@ def registers(run: Run, u: UOp, count: Any, when: Any = None) -> None:
   if len(lanes) % whole or not 24 <= int(count) <= 256 or int(count) % 8:
     raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not 24 to 256 in steps of 8", lanes)
   if len(lanes):
-    tracks = apart(run, u)
+    tracks = tracks_of(run, u)
     held = run.registers
     for wave in np.unique(run.wave[lanes]):
       held[wave] = int(count)

@@ -68,8 +68,8 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
     info, source, binary = program(_numbered(kernel, buffers), renderer)
     used = info.globals
   except TypeError:  # tinygrad's argument got the number of a buffer of ints, and sorting cannot order the two
-    apart = len(buffers) + 1
-    used = tuple(i - apart for i in program(_numbered(kernel, buffers, apart), renderer)[0].globals)
+    stride = len(buffers) + 1
+    used = tuple(i - stride for i in program(_numbered(kernel, buffers, stride), renderer)[0].globals)
   if len(used) < len(buffers):
     rest = (u for i, u in enumerate(buffers) if i not in used)
     info, source, binary = program(_numbered(kernel.replace(src=(*kernel.src, *rest)), buffers), renderer)

@@ -110,11 +110,11 @@ def _machine(device: str, dev: str) -> Entry:
 
 def _checked(probe: "Probe", device: str, key: Entry) -> Entry | None:
   """Check a probe and store the verdict; None if it cannot be checked now."""
-  from uopattn.trust.outcome import UNAVAILABLE, Apart, outcome
+  from uopattn.trust.outcome import UNAVAILABLE, ProbeProcess, outcome
 
   log.info("uopattn.check: a first use on this machine is checked: %s", probe)
-  with Apart(device) as apart:
-    probe_outcome = apart.outcome(probe)
+  with ProbeProcess(device) as process:
+    probe_outcome = process.outcome(probe)
   if probe_outcome.verdict == UNAVAILABLE:  # as where one process alone may use a device: then this one
     if capturing or in_function():
       return None

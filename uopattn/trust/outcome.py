@@ -83,7 +83,7 @@ def _shortly(x: Report) -> str:
   return f"{x.name} is off by {x.relative:.2g} of its size (bound {x.relative_bound:.2g})"
 
 
-class Apart:
+class ProbeProcess:
   """A process that runs probes on a device, started when it is needed and again after a crash or a hang."""
 
   def __init__(self, device: str):
@@ -93,7 +93,7 @@ class Apart:
     self._errors: IO[str] | None = None
     self._files = contextlib.ExitStack()
 
-  def __enter__(self) -> "Apart":
+  def __enter__(self) -> "ProbeProcess":
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -202,18 +202,18 @@ def outcomes(probes: list[Probe], device: str, jobs: int) -> Iterator[tuple[Prob
   Where one process alone may use the device, the first runs them all.
   """
   with contextlib.ExitStack() as stack:
-    every = [stack.enter_context(Apart(device)) for _ in range(jobs)]
+    every = [stack.enter_context(ProbeProcess(device)) for _ in range(jobs)]
     pool = stack.enter_context(ThreadPoolExecutor(jobs))
-    idle: SimpleQueue[Apart] = SimpleQueue()
+    idle: SimpleQueue[ProbeProcess] = SimpleQueue()
     lone = threading.Lock()
-    for apart in every[1:]:
-      idle.put(apart)
+    for process in every[1:]:
+      idle.put(process)
 
     def run(probe: Probe) -> Outcome:
       if not lone.acquire(blocking=False):
-        apart = idle.get()
-        probe_outcome = apart.outcome(probe)
-        idle.put(apart)
+        process = idle.get()
+        probe_outcome = process.outcome(probe)
+        idle.put(process)
         if probe_outcome.verdict != UNAVAILABLE:
           return probe_outcome
         lone.acquire()

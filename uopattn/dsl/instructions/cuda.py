@@ -379,18 +379,18 @@ class Cuda(Dialect):
     Place it before the barrier at which the readers wait. Source: PTX ISA, "membar/fence", async proxy.
     """
 
-  def ldmatrix(self, to: UOp, row: UOp, *after: UOp, trans: bool = False, apart: bool = False) -> UOp:
+  def ldmatrix(self, to: UOp, row: UOp, *after: UOp, trans: bool = False, immediate: bool = False) -> UOp:
     """Load four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
 
     Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
     2*(l % 4) + 1 of row l // 4, or of column l // 4 with `trans`. A statement. Source: PTX ISA, "ldmatrix".
 
     Args:
-      apart: whether the constant part of the address is apart from the rest, in the instruction. Addresses that differ
-        by it then share a register, which the compiler does not see by itself.
+      immediate: whether the constant part of the address is an immediate offset in the instruction. Addresses that
+        differ by it then share a register, which the compiler does not see by itself.
     """
     memory, index = row.src
-    start, offset = index.simplify().pop_const() if apart else (index, 0)
+    start, offset = index.simplify().pop_const() if immediate else (index, 0)
     return statement(_LDMATRIX[trans], self.name, after, to, memory[start], offset * row.dtype.itemsize)
 
   @instruction(

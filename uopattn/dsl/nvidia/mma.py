@@ -132,7 +132,7 @@ class Mma:
     """Load the left operand of one step."""
     frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
     row, chunk = rows.first + lane % MMA_M, 2 * step + lane // MMA_M
-    return frag.after(CUDA.ldmatrix(frag[0], rows.tile.at(row, chunk), *after, apart=rows.tile.is_long))
+    return frag.after(CUDA.ldmatrix(frag[0], rows.tile.at(row, chunk), *after, immediate=rows.tile.is_long))
 
   def mma_abt(
     self,
@@ -200,7 +200,7 @@ class Mma:
     """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     row, chunk = first + lane // MMA_M * MMA_N + lane % MMA_N, 2 * step + lane // MMA_N % 2
-    loaded = pair.after(CUDA.ldmatrix(pair[0, 0], tile.at(row, chunk), *after, apart=tile.is_long))
+    loaded = pair.after(CUDA.ldmatrix(pair[0, 0], tile.at(row, chunk), *after, immediate=tile.is_long))
     return [loaded[0], loaded[1]]
 
   def load_right_transposed(self, tile: SwizzledTiles, step: int, first: int, lane: UOp, *after: UOp) -> list[UOp]:
@@ -212,11 +212,11 @@ class Mma:
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     if self.dtype not in DTYPES_8:
       row, chunk = step * self.step + lane % MMA_M, first // MMA_N + lane // MMA_M
-      loaded = pair.after(CUDA.ldmatrix(pair[0, 0], tile.at(row, chunk), trans=True, apart=tile.is_long))
+      loaded = pair.after(CUDA.ldmatrix(pair[0, 0], tile.at(row, chunk), trans=True, immediate=tile.is_long))
       return [loaded[0], loaded[1]]
     words = self.scope.buffer(4, dtype=dtypes.uint)
     row, chunk = step * self.step + lane, UOp.const(first // PAIR)
-    words = words.after(CUDA.ldmatrix(words[0], tile.at(row, chunk), trans=True, apart=tile.is_long))
+    words = words.after(CUDA.ldmatrix(words[0], tile.at(row, chunk), trans=True, immediate=tile.is_long))
     keys = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
     parts = [part(*two) for part in (CUDA.even_bytes, CUDA.odd_bytes) for two in keys]
     loaded = pair.after(CUDA.set_words(pair[0, 0], *parts))
