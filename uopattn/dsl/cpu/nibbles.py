@@ -4,8 +4,9 @@ So that no element moves from lane to lane, lanes are words, and a row of elemen
 of a word. The group's scale is that of a lane: it is applied once to a sum over the planes (Q K^T), or to a weight
 (P V).
 
-With AVX-512 a vector register holds all 16 numbers, and a plane is unpacked by a shift and a permutation of that
-register. If a row's words do not fill vectors of 16 lanes, lanes are halves of words there, with four planes.
+With AVX-512 a vector register holds all 16 numbers, and a plane is unpacked by a permutation of that register. It names
+a number by the lowest four bits of a lane, so a load starts at their byte, and every second plane is shifted. If a
+row's words do not fill vectors of 16 lanes, lanes are halves of words there, with four planes, all shifted.
 """
 
 from collections.abc import Callable
