@@ -138,6 +138,12 @@ SUBSETS = given(
 SMALL: dict[str, Any] = {"B": 2, "Hkv": 1, "group": 2, "M": 20, "N": 60, "Dk": 16, "Dv": 12, "dtype": dtypes.float16,
                          "numbers": "tensor", "blocks": None, "seed": 1}  # fmt: skip
 ALL = example(**SMALL | {"names": set(FEATURES), "blocks": (16, 30)})
+# A sink takes all but e**-59 of a row, whose errors the gate must still know.
+FAR_BELOW_A_SINK = example(
+  **SMALL
+  | {"B": 1, "M": 115, "N": 18, "Dk": 1, "Dv": 1, "dtype": dtypes.float32, "numbers": "int"}
+  | {"names": {"q_start", "score_mod", "is_causal", "attn_mask", "kv_lengths", "sinks"}}
+)
 
 
 def check_subset(B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, blocks, seed) -> None:
@@ -149,6 +155,7 @@ def check_subset(B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, blocks, see
 
 @drawn(0)
 @SUBSETS
+@FAR_BELOW_A_SINK
 @ALL
 @example(
   **SMALL | {"M": 3, "names": {"attn_mask", "is_causal", "kv_lengths", "q_start", "sinks"}, "numbers": "variable"}

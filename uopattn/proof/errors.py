@@ -9,6 +9,7 @@ from uopattn.proof.oracle import Array, Precision, Rules, modified, pieces, seen
 from uopattn.proof.roundings import FLOAT32, Head, Product, Roundings, Term, finite, largest
 
 LARGEST_VARIANCE = 2.0**20  # of a score's error, beyond which its weight may be anything
+SQUARED_IN_FLOAT32 = 2.0**-40  # the least weight whose square, times a variance, float32 holds for sure
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +69,18 @@ def _scores(q: Array, k: Array, precision: Precision, r: Rules) -> Iterator[Scor
 def _softmax(scores: Array, sink: float | None) -> Array:
   """Return the weights of rows of scores; zeros for a row that sees no key.
 
+  They are float32, or float64 if a sink leaves so little to all keys of a row that float32 has no squares of it.
+
   The row max is subtracted, not the LSE: of large scores float32 does not hold the LSE closely enough.
   """
   top = scores.max(-1, keepdims=True)
   top = np.where(np.isfinite(top), top, np.float32(0)) if sink is None else np.maximum(top, np.float32(sink))
   p = np.exp(scores - top)
   total = p.sum(-1, keepdims=True) + (0 if sink is None else np.exp(np.float32(sink) - top))
-  return p / np.where(total > 0, total, np.float32(1))
+  p /= np.where(total > 0, total, np.float32(1))
+  if sink is not None and ((highest := p.max(-1)) > 0).any() and highest[highest > 0].min() < SQUARED_IN_FLOAT32:
+    return p.astype(np.float64)
+  return p
 
 
 def of_output(
