@@ -151,7 +151,7 @@ def _look_up(run: Run, u: UOp, lanes: int, per_word: int, to: Pointer, words: Po
   numbers = np.array([float(x) for x in table], np.float32)
   shifts = [np.uint32(int(shift) + i % per_word * 16) for i in range(lanes)]
   bits = [_word(u, words, i // per_word) >> shift & 15 for i, shift in enumerate(shifts)]
-  _word(u, words, lanes // per_word)
+  _word(u, words, lanes // per_word)  # bytes of it may be read, too
   to.memory.store(u, to.index, to.dtype, [numbers[x] for x in bits])
 
 

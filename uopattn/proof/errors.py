@@ -19,7 +19,7 @@ class Scores:
   Attributes:
     query, key: batch and head of Q and of K.
     rows: the rows of the query head.
-    p: the weights; each row sums to 1.
+    p: the weights, see `_softmax`; each row, and its sink, sums to 1.
     kept: the factors by which dropout multiplies them.
     slope: the derivative of the final score by q.k times scale.
     variance: variance of the error of the final score.
@@ -78,9 +78,8 @@ def _softmax(scores: Array, sink: float | None) -> Array:
   p = np.exp(scores - top)
   total = p.sum(-1, keepdims=True) + (0 if sink is None else np.exp(np.float32(sink) - top))
   p /= np.where(total > 0, total, np.float32(1))
-  if sink is not None and ((highest := p.max(-1)) > 0).any() and highest[highest > 0].min() < SQUARED_IN_FLOAT32:
-    return p.astype(np.float64)
-  return p
+  highest = np.ones(1) if sink is None else p.max(-1)  # without a sink, at least 1 / N
+  return p.astype(np.float64) if ((highest > 0) & (highest < SQUARED_IN_FLOAT32)).any() else p
 
 
 def of_output(

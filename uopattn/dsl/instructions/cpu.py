@@ -145,7 +145,8 @@ class Cpu(Dialect):
   def group_scales(self, lanes: int, each: int, to: UOp, words: UOp, offset: UOp | int, bias: int, *after: UOp) -> UOp:
     """Set to[i], for i < lanes, to the float32 with the bits (byte i // each << 20) + bias. A statement.
 
-    The first bit of a byte does not count.
+    The first bit of a byte does not count. Source, of the one instruction that shuffles and shifts with AVX512-VBMI:
+    Intel 64 and IA-32 Architectures Software Developer's Manual, VPMULTISHIFTQB.
 
     Args:
       lanes: 2, 4, 8 or 16.
@@ -196,4 +197,5 @@ class Cpu(Dialect):
     """Add weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; otherwise like `dot_pairs`. A statement."""
 
 
+# What has a text for each number of lanes, and so is no declaration in the class.
 IN_FAMILIES = tuple(x for family in (_ADD_PAIRS, _ADD_QUADS, _GROUP_SCALES, _LOOK_UP) for x in family.values())

@@ -447,4 +447,5 @@ class Cuda(Dialect):
     """Wait, where `when`, until all that this lane has started to add is in memory. A statement."""
 
 
+# What methods with code choose from, and so is no declaration in the class.
 IN_FAMILIES = (_CP_ASYNC, *_CP_ASYNC_OR_ZERO.values(), *_LDMATRIX.values(), _TENSOR_MAP, _TMA_LOAD)
