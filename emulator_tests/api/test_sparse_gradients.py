@@ -100,11 +100,21 @@ def count_of_chunks(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("per_head", [False, True])
+def test_head_sizes_of_latent_attention(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Through P and dS in memory, by the chosen keys whatever the choice."""
+  count_of_chunks(monkeypatch, 2)
+  with on("sm_80"):
+    case = Case((1, 4, 1 + per_head, 3, 10, 8, 576, 512), dtypes.float16, "EMU", per_head)
+    check(*gradients(case, set_way(monkeypatch, "all keys" if per_head else "chosen")), dtypes.float16)
+
+
+@pytest.mark.slow
 def test_head_sizes_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Chunks of queries in plain ops."""
   count_of_chunks(monkeypatch, 2)
   set_way(monkeypatch, "chosen")
-  with on("sm_80"):
+  with on("gfx942"):
     case = Case((1, 4, 1, 3, 10, 8, 576, 512), dtypes.float16, "EMU")
     check(*gradients(case, "auto"), dtypes.float16)
     with pytest.raises(ValueError, match="backend='kernel'"):

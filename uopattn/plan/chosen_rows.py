@@ -18,7 +18,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.kernels.choose import count_dtype
 from uopattn.kernels.chosen_gradients import add_rows, find_chosen, list_choosers, put_queries
-from uopattn.plan.gradient import backward_launches, by_kernels, of_scores, weights_of
+from uopattn.plan.gradient import backward_launches, of_scores, weights_of, written
 from uopattn.plan.launch import Launch, empty, run_graph, zero_after
 from uopattn.plan.reference import chosen_rows, scores_of
 from uopattn.plan.residuals import Residuals, no_further
@@ -43,12 +43,14 @@ class ChosenRows:
     listed: the valid keys of each query, and their number, as `list_keys` leaves them.
     arguments: of the whole.
     M: queries per batch.
+    backend: if there are no kernels, "kernel" raises ValueError and "auto" uses plain ops.
   """
 
   whole: Residuals
   listed: tuple[Tensor, Tensor]
   arguments: Arguments
   M: int
+  backend: str
 
   @property
   def device(self) -> str:
@@ -63,8 +65,14 @@ class ChosenRows:
     """Queries per chunk and batch."""
     s, heads = self.whole.spec, sizes(self.listed[0])[1]
     rows = s.Hkv * s.N * (s.Dk + s.Dv) * s.dtype.itemsize
+    rows += sum(launch.scratch_bytes for launch in self.launches) // (self.B * self.M)
     numbers = 2 * heads * s.kept[2] * (dtypes.int32.itemsize + count_dtype(s.N).itemsize)
     return chunk_size(self.M, self.B * (rows + numbers))
+
+  @functools.cached_property
+  def launches(self) -> tuple[Launch, ...]:
+    """Those of a backward pass of all queries at once; () if no kernels serve it."""
+    return backward_launches(replace(self.whole.spec, kv_dtype=None), self.device, self.backend) or ()
 
   @functools.cached_property
   def keys(self) -> tuple[Tensor, Tensor]:
@@ -73,19 +81,17 @@ class ChosenRows:
     k, v = (x if x.dtype == s.q.dtype else x.cast(s.q.dtype).contiguous() for x in (s.k, s.v))
     return k, v
 
-  def gradients(self, backend: str) -> list[Tensor]:
-    """Return dQ as sequences, dK and dV. Raises ValueError if no kernels serve a chunk and the backend is "kernel"."""
+  def gradients(self) -> list[Tensor]:
+    """Return dQ as sequences, dK and dV. Raises ValueError if no kernels serve it and the backend is "kernel"."""
     s, memory = self.whole, Memory(self.device)
     dq = memory.new("whole", (self.B, self.M, s.spec.Hq * s.spec.Dk), s.q.dtype)
     sums = [Tensor.zeros(*sizes(x), dtype=dtypes.float32, device=self.device).contiguous() for x in (s.k, s.v)]
     first = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous()
-    launches: tuple[Launch, ...] = ()
     for begin in range(0, self.M, self.count):
       if begin:
         first = (first + zero_after(dq, *sums) + self.count).contiguous()
       part, listed, arguments = self._chunk(first, memory)
-      launches = launches or backward_launches(part.spec, self.device, backend) or ()
-      grads = by_kernels(launches, part, arguments, memory.results()) if launches else by_ops(part, arguments)
+      grads = self._by_kernels(part, arguments, memory) if self.launches else by_ops(part, arguments)
       grads = [memory.keep(name, x) for name, x in zip(GRADIENTS, grads, strict=True)]
       rows = grads[0].reshape(self.B, self.count, -1)
       (dq,) = run_graph(put_queries, self.device, [dq], [rows, first], no_further)
@@ -118,6 +124,14 @@ class ChosenRows:
       scale=s.spec.scale, softcap=self.arguments.softcap, indices=(table, counts), enable_gqa=True, return_lse=True
     )
     return Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta), [table, counts], arguments
+
+  def _by_kernels(self, part: Residuals, arguments: Arguments, memory: "Memory") -> list[Tensor]:
+    """Return dQ of a chunk, and a row of dK and of dV for each pair."""
+    launches = tuple(replace(x, spec=part.spec) for x in self.launches)
+    names = {name for x in launches for name in x.kernel.outputs}
+    buffers = part.buffers(arguments) | {name: [memory[name]] for name in names if name in memory}
+    results = {name: memory.keep(name, x) for name, x in written(launches, self.device, buffers).items()}
+    return [results[name] for name in GRADIENTS]
 
   def _added(
     self, sums: list[Tensor], parts: Sequence[Tensor], listed: Sequence[Tensor], memory: "Memory"
@@ -160,10 +174,6 @@ class Memory(dict[str, Tensor]):
     """Store a Tensor to its buffer, and return that."""
     buffer = self.new(name, sizes(x), x.dtype).uop
     return self.keep(name, Tensor(buffer.after(buffer.store(x.uop))))
-
-  def results(self) -> dict[str, list[Tensor]]:
-    """Return the gradients of the chunk before, to be overwritten."""
-    return {name: [self[name]] for name in GRADIENTS if name in self}
 
 
 def by_ops(chunk: Residuals, arguments: Arguments) -> list[Tensor]:

@@ -36,7 +36,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
       "hopper_float32_forward",
       "cuda_forward",
     ),
-    ("hopper_fused_backward", "hopper_backward", "cuda_backward"),
+    ("hopper_fused_backward", "hopper_backward", "cuda_backward", "cuda_wide_backward"),
   ),
 }
 # The modules of the gradients of biases, by `Target.runs`.

@@ -138,12 +138,24 @@ def run_backward(
   Args:
     buffers: the inputs, by name, and buffers to write to; missing ones are new.
   """
+  outputs = written(launches, device, buffers, variables, mask)
+  return [outputs["dq"], *(summed(outputs[name], launches[0].spec) for name in ("dk", "dv"))]
+
+
+def written(
+  launches: tuple[Launch, ...],
+  device: Devices,
+  buffers: Tensors,
+  variables: tuple[UOp, ...] = (),
+  mask: BlockMask | None = None,
+) -> dict[str, Tensor]:
+  """Run the kernels of a backward pass; return all that they write, by name. See `run_backward`."""
   outputs: dict[str, Tensor] = {}
   for launch in launches:
     lists = {"tile_lists": launch.lists(mask)} if mask is not None and launch.spec.block_heads is not None else {}
     results = launch.run(device, {**buffers, **lists}, variables, no_further)
     outputs, buffers = outputs | results, {**buffers, **{name: [x] for name, x in results.items()}}
-  return [outputs["dq"], *(summed(outputs[name], launches[0].spec) for name in ("dk", "dv"))]
+  return outputs
 
 
 def summed(x: Tensor, spec: AttentionSpec) -> Tensor:

@@ -80,6 +80,12 @@ class Launch:
     own = (Input(x.name, views.get(x.name) or self.shape(x), x.dtype(self.spec)) for x in self.own)
     return (*own, *self.inputs())
 
+  @property
+  def scratch_bytes(self) -> int:
+    """Bytes of what it leaves for other kernels of its pass."""
+    left = (x for x in self.own if x.scratch and x.mode == "write")
+    return sum(math.prod(self.shape(x)) * x.dtype(self.spec).itemsize for x in left)
+
   def inputs(self) -> tuple[Input, ...]:
     """Return the arguments' Tensors that the rules read; without tiles, as in `combine`, no keys and so no masks."""
     s = self.spec

@@ -125,7 +125,7 @@ class Sparse:
     if self._on_cpu:
       dq, dk, dv = by_kernels(launches, residuals, replace(arguments, indices=listed))
     else:
-      dq, dk, dv = ChosenRows(residuals, listed, arguments, self.M).gradients(backend)
+      dq, dk, dv = ChosenRows(residuals, listed, arguments, self.M, backend).gradients()
     return [self._by_batches(dq), dk, dv, *of_inputs(residuals, arguments, wanted)]
 
   def _of_all_keys(
@@ -147,6 +147,8 @@ class Sparse:
     own = self._over_all_keys(arguments, chosen)
     spec = replace(make_spec(q, k, v, own), return_lse=True)
     launches = backward_on(spec, self.device)
+    if any(x.scratch_bytes for x in launches):
+      raise NoKernel("kernels for these head sizes would store the scores of all keys")
     out, lse = results
     out = out if spec.layout("o") is not None else out.contiguous()
     residuals = Residuals.of(spec, q, k, v, out, lse.contiguous(), *grads)

@@ -134,6 +134,18 @@ class Mma:
     row, chunk = rows.first + lane % MMA_M, 2 * step + lane // MMA_M
     return frag.after(CUDA.ldmatrix(frag[0], rows.tile.at(row, chunk), *after, immediate=rows.tile.is_long))
 
+  def load_for_ab(self, rows: Stored, step: int, lane: UOp, transposed: bool = False) -> UOp:
+    """Load the left operand of one step for `mma_ab`: 16 rows of a tile, or 16 columns from `first` on if transposed."""
+    tile, first = rows
+    if self.dtype == dtypes.float32:  # in the order of `as_left`
+      places = [(first + lane // QUAD + half * 8, step * 8 + lane % QUAD * 2 + k) for k in range(2) for half in range(2)]
+      return UOp.stack(*[tile.element(*(place[::-1] if transposed else place)).bitcast(self.dtype) for place in places])
+    if not transposed:
+      return self.load_step(rows, step, lane)
+    frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
+    row, chunk = step * self.step + lane % 8 + lane // MMA_M * 8, first // MMA_N + lane // 8 % 2
+    return frag.after(CUDA.ldmatrix(frag[0], tile.at(row, chunk), trans=True, immediate=tile.is_long))
+
   def mma_abt(
     self,
     left: Sequence[Left],

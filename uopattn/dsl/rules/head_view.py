@@ -143,6 +143,7 @@ class HeadView:
     head: the head, numbered through all batch elements.
     in_pages: whether `start` reads a page table in memory.
     four: the format of elements of 4 bits, see `uopattn.dsl.rules.four_bits`; None if they have more.
+    column: the first column of the view among those of a row; see `columns`.
   """
 
   x: UOp
@@ -155,6 +156,7 @@ class HeadView:
   head: UOp | None = None
   in_pages: bool = False
   four: FourBits | None = None
+  column: UOp | int = 0
 
   @classmethod
   def of(cls, x: UOp | View, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
@@ -168,6 +170,18 @@ class HeadView:
   def of_four(self, four: FourBits) -> "HeadView":
     """The view of rows of bytes, which begin at multiples of 4, as one of elements of 4 bits."""
     return replace(self, size=elements_in(self.size), four=four)
+
+  def columns(self, first: UOp) -> "HeadView":
+    """View the columns from `first` on, a multiple of 16 bytes, of elements that are not widened, for copies of tiles.
+
+    `size` is still that of a row, and `width` how many columns are left.
+    """
+    return replace(self, start=lambda row: self.start(row) + first, strides=None, column=first)
+
+  @property
+  def width(self) -> UOp | int:
+    """Columns of the view; 0 or fewer if it begins past the last one."""
+    return self.size - self.column
 
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""

@@ -16,6 +16,8 @@ from uopattn.kernels.cuda_backward import BITS
 from uopattn.kernels.cuda_backward import Tiles as Backward
 from uopattn.kernels.cuda_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.cuda_forward import Tiles as Forward
+from uopattn.kernels.cuda_wide_backward import COLUMNS
+from uopattn.kernels.cuda_wide_backward import Tiles as WideBackward
 from uopattn.kernels.cuda_wide_forward import Tiles as Wide
 from uopattn.plan.tiles.bias import with_splits
 
@@ -29,6 +31,7 @@ WIDE_BUDGET = 200
 # Backward: of dQ, and of dK and dV; of these on sm_75; with one sum, and stationary rows that are read for each tile;
 # and with the smallest tile.
 BACKWARD_BUDGET, BACKWARD_TURING, BACKWARD_READING, BACKWARD_LIMIT = (192, 224), 160, 140, 230
+WIDE_SUMS = 128  # 32-bit registers per lane of the sums of `wide_backward`
 WARPS = 4  # per workgroup, or twice as many if each multiprocessor gets a workgroup
 BUSY = 8  # warps per multiprocessor, two for each of its schedulers: one multiplies while the other does its softmax
 STREAMING = 64  # queries; up to here reading the keys takes the time, and more stages help instead of larger tiles
@@ -237,6 +240,27 @@ def _first_backward(problem: Problem, target: Target, gradients: str, sums: int)
     if (registers := tiles.registers(Dk, Dv, sums)) <= budget and tiles.shared_bytes(Dk, Dv) <= target.lds:
       return tiles
   raise _too_large(problem, registers, BACKWARD_LIMIT, tiles.shared_bytes(Dk, Dv), target)
+
+
+def wide_backward(problem: Problem, target: Target, gradients: str) -> Iterator[WideBackward]:
+  """Yield tiles for sm_80 or newer, or in float16 for sm_75, with any head sizes; then with other shapes and stages.
+
+  Args:
+    gradients: "scores", "dq", "dk" or "dv".
+
+  Raises:
+    ValueError: an older architecture; another dtype.
+  """
+  turing, step = _check_backward(problem, target), STEP_BYTES // problem.dtype.itemsize
+  of_keys, exact = gradients in ("dk", "dv"), step == 8 and not problem.tf32
+  rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
+  warps, two = min(4, ceildiv(rows, MMA_M)), 1 if exact or turing or rows <= 4 * MMA_M else 2
+  block, width = min(64, round_up(others, COLUMNS)), 64 if exact or turing else 128
+  options = {"in_registers": False, "step": step, "tf32": problem.tf32, "turing": turing}
+  best = WideBackward(warps, two, block, 2, width=64 if gradients == "scores" else width, **options)
+  for x in (best, replace(best, stages=3), replace(best, row_tiles=3 - two), replace(best, warps=8), replace(best, block=32)):
+    if x.bytes_of(gradients) <= target.lds and x.sums(gradients) <= WIDE_SUMS:
+      yield x
 
 
 def _check_backward(problem: Problem, target: Target) -> bool:
