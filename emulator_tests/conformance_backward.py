@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
+from uopattn.dsl.gpu import wide_backward
 from uopattn.dsl.schedule import Schedule
 from uopattn.kernels import (
   amd_backward,
@@ -24,7 +25,9 @@ from uopattn.kernels import (
   apple_backward,
   cpu_backward,
   cuda_backward,
+  cuda_wide_backward,
   generic_backward,
+  generic_wide_backward,
   hopper_backward,
   hopper_fused_backward,
 )
@@ -294,6 +297,66 @@ SEPARATE = {
 }
 
 
+def wide_tiles(
+  dtype: DType, warps: int, row_tiles: int, blocks: int, widths: int, stages: int = 2, *, turing: bool = False
+) -> TilePair:
+  """Tiles of all four kernels."""
+  step, least = 32 // dtype.itemsize, cuda_wide_backward.COLUMNS
+  tiles = cuda_wide_backward.Tiles(
+    warps, row_tiles, least * blocks, stages, in_registers=False, step=step, width=least * widths, turing=turing
+  )
+  return (tiles,) * len(wide_backward.GRADIENTS)
+
+
+def generic_wide_tiles(own: int, lines: int, across: int, block: int, width: int, chunk: int = 16) -> TilePair:
+  """Tiles of all four kernels; block, width and chunk in units of 8 columns."""
+  tiles = generic_wide_backward.Tiles(own * lines, 8 * across * block, own, across, 8 * across * width, 8 * chunk)
+  return (tiles,) * len(wide_backward.GRADIENTS)
+
+
+# Besides the table, as their kernels are others; see test_wide_backward.
+WIDE: dict[str, BackwardSchedule] = {
+  "cuda wide": replace(
+    TABLE["cuda"],
+    module=cuda_wide_backward,
+    small=lambda arch, dtype: wide_tiles(dtype, 2, 1, 1, 1),
+    drawn=lambda arch, dtype: st.builds(
+      lambda *sizes: wide_tiles(dtype, *sizes),
+      *(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(2, 3)),
+    ),
+    pipelined=lambda arch: wide_tiles(HALF, 2, 1, 1, 1, 3),
+  ),
+  "turing wide": replace(
+    TABLE["turing"],
+    module=cuda_wide_backward,
+    small=lambda arch, dtype: wide_tiles(dtype, 2, 1, 1, 1, turing=True),
+    drawn=lambda arch, dtype: st.builds(
+      lambda *sizes: wide_tiles(dtype, *sizes, turing=True),
+      *(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(2, 3)),
+    ),
+    pipelined=lambda arch: wide_tiles(HALF, 2, 1, 1, 1, 3, turing=True),
+  ),
+  "generic wide": replace(
+    TABLE["generic"],
+    module=generic_wide_backward,
+    arches=("cl", "gfx942", "gfx1100", "apple9"),
+    small=lambda arch, dtype: generic_wide_tiles(2, 8, 2, 1, 1, 1),
+    drawn=lambda arch, dtype: st.builds(
+      generic_wide_tiles,
+      *(
+        st.integers(1, 9),
+        st.integers(1, 9),
+        st.integers(1, 3),
+        st.integers(1, 2),
+        st.integers(1, 2),
+        st.integers(1, 3),
+      ),
+    ),
+    pipelined=lambda arch: generic_wide_tiles(2, 8, 2, 1, 1, 1),
+  ),
+}
+
+
 class Machine(NamedTuple):
   """A schedule on a target, with a type of q, k and v."""
 
@@ -306,7 +369,7 @@ class Machine(NamedTuple):
 
   @property
   def row(self) -> BackwardSchedule:
-    return (TABLE | SEPARATE | {"fused": FUSED})[self.schedule]
+    return (TABLE | SEPARATE | WIDE | {"fused": FUSED})[self.schedule]
 
   @contextmanager
   def device(self) -> Iterator[str]:

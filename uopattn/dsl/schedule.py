@@ -250,7 +250,7 @@ class Schedule:
 
   Attributes:
     name: name of the file.
-    devices: devices that it runs on.
+    devices: devices that it is made for.
     dtypes: types of q, k and v that it supports.
     kernels: one kernel for a forward pass; all kernels of a backward pass.
     tiles: the class of its block sizes.

@@ -21,12 +21,12 @@ from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
 # The modules with the schedules of a device (`Target.runs`): of forward passes, and of gradients. The first that
-# prefers a case has it.
+# prefers a case has it. Generic ones, which need no matrix unit, are for what the others do not serve.
 MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
-  "AMD": (("amd_forward",), ("amd_backward",)),
-  "METAL": (("apple_forward",), ("apple_backward",)),
-  GENERIC: (("generic_forward",), ("generic_backward",)),
+  "AMD": (("amd_forward", "generic_forward"), ("amd_backward", "generic_wide_backward")),
+  "METAL": (("apple_forward",), ("apple_backward", "generic_wide_backward")),
+  GENERIC: (("generic_forward",), ("generic_backward", "generic_wide_backward")),
   "CUDA": (
     (
       "hopper_latent_forward",
@@ -35,8 +35,15 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
       "hopper_forward",
       "hopper_float32_forward",
       "cuda_forward",
+      "generic_forward",
     ),
-    ("hopper_fused_backward", "hopper_backward", "cuda_backward", "cuda_wide_backward"),
+    (
+      "hopper_fused_backward",
+      "hopper_backward",
+      "cuda_backward",
+      "cuda_wide_backward",
+      "generic_wide_backward",
+    ),
   ),
 }
 # The modules of the gradients of biases, by `Target.runs`.
@@ -169,7 +176,7 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
   """
   first = dispatch(spec, target)
   launches = [first]
-  for schedule in sorted(schedules_on(target), key=lambda x: x is not first.schedule):
+  for schedule in sorted(_made_for(target, first.schedule), key=lambda x: x is not first.schedule):
     for tiles in _tiles_to_measure(schedule, spec, target, schedule is first.schedule):
       try:
         launches.append(launches_of(schedule, spec, target, tiles)[-1])
@@ -179,6 +186,11 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
     most = ceildiv(spec.N, first.kernel.block(first.tiles)[1])
     launches += [replace(first, splits=x) for x in (1, first.splits // 2, first.splits * 2) if 1 <= x <= most]
   return list(dict.fromkeys(launches))
+
+
+def _made_for(target: Target, chosen: Schedule, backward: bool = False) -> list[Schedule]:
+  """Return the schedules that may be the fastest on a target: those made for it, and the chosen one."""
+  return [x for x in schedules_on(target, backward) if target.runs in x.devices or x is chosen]
 
 
 def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, chosen: bool) -> Sequence[Any]:
@@ -202,7 +214,7 @@ def candidates_backward(spec: AttentionSpec, target: Target) -> list[tuple[Launc
   """
   first = dispatch_backward(spec, target)
   passes = [first, *_with_other_tiles(first, spec, target)]
-  for schedule in schedules_on(target, backward=True):
+  for schedule in _made_for(target, first[0].schedule, backward=True):
     try:
       passes.append(launches_of(schedule, spec, target))
     except NoKernel:  # not for this case

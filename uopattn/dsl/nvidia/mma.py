@@ -135,10 +135,11 @@ class Mma:
     return frag.after(CUDA.ldmatrix(frag[0], rows.tile.at(row, chunk), *after, immediate=rows.tile.is_long))
 
   def load_for_ab(self, rows: Stored, step: int, lane: UOp, transposed: bool = False) -> UOp:
-    """Load the left operand of one step for `mma_ab`: 16 rows of a tile, or 16 columns from `first` on if transposed."""
+    """Load the left operand of one step for `mma_ab`: 16 rows of a tile, or 16 columns if transposed."""
     tile, first = rows
     if self.dtype == dtypes.float32:  # in the order of `as_left`
-      places = [(first + lane // QUAD + half * 8, step * 8 + lane % QUAD * 2 + k) for k in range(2) for half in range(2)]
+      row, k = first + lane // QUAD, step * 8 + lane % QUAD * 2
+      places = [(row + half * 8, k + i) for i in range(2) for half in range(HALVES)]
       return UOp.stack(*[tile.element(*(place[::-1] if transposed else place)).bitcast(self.dtype) for place in places])
     if not transposed:
       return self.load_step(rows, step, lane)

@@ -258,7 +258,8 @@ def wide_backward(problem: Problem, target: Target, gradients: str) -> Iterator[
   block, width = min(64, round_up(others, COLUMNS)), 64 if exact or turing else 128
   options = {"in_registers": False, "step": step, "tf32": problem.tf32, "turing": turing}
   best = WideBackward(warps, two, block, 2, width=64 if gradients == "scores" else width, **options)
-  for x in (best, replace(best, stages=3), replace(best, row_tiles=3 - two), replace(best, warps=8), replace(best, block=32)):
+  changes: tuple[dict[str, int], ...] = ({}, {"stages": 3}, {"row_tiles": 3 - two}, {"warps": 8}, {"block": 32})
+  for x in (replace(best, **x) for x in changes):
     if x.bytes_of(gradients) <= target.lds and x.sums(gradients) <= WIDE_SUMS:
       yield x
 

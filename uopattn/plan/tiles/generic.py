@@ -8,17 +8,22 @@ from tinygrad.helpers import round_up
 from uopattn.dsl.gpu.thread_grid import GROUP
 from uopattn.dsl.rules.bias import Places
 from uopattn.dsl.schedule import Problem
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import GENERIC, Target
 from uopattn.kernels.generic_backward import Tiles as Backward
 from uopattn.kernels.generic_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.generic_forward import Tiles as Forward
+from uopattn.kernels.generic_wide_backward import Tiles as WideBackward
 from uopattn.plan.tiles.bias import with_splits
 
 REGISTERS = 160  # float32 per thread that tiles count
 LOCAL_BYTES = 32 << 10  # of local memory at most: more would leave one workgroup per compute unit
+WIDE_OWN = 8  # rows of a thread in tiles of 64 rows of `wide_backward`
 ACROSS = 8  # threads that share rows
 # Features that bound the loops by numbers in memory.
 IN_LOOPS = ("kv_lengths", "q_start", "bounds", "page_table", "indices", "block_mask")
+# Elsewhere kernels with matrix units serve what they can. What is left is faster in plain ops above a head size, unless
+# these would copy the keys.
+MOST_ELSEWHERE, GATHERED = 128, ("indices", "page_table")
 # Rows and others, those first that do the most for each element that they read.
 FORWARD = ((32, 32), (64, 16), (32, 16), (16, 32), (16, 16), (16, 8), (8, 16), (8, 8))
 BACKWARD = ((32, 16), (16, 16), (16, 8), (8, 16), (8, 8))
@@ -28,9 +33,12 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   """Yield tiles that fit: with Q in local memory, with many queries and keys first.
 
   Raises:
-    ValueError: the head sizes are too large even for the smallest tile; the device lacks what a feature needs.
+    ValueError: the head sizes are too large even for the smallest tile; the device lacks what a feature needs; plain
+      ops are faster.
   """
-  M, N = problem.M, problem.N
+  M, N, gathers = problem.M, problem.N, any(x in problem.features for x in GATHERED)
+  if target.runs != GENERIC and (size := max(problem.Dk, problem.Dv)) > MOST_ELSEWHERE and not gathers:
+    raise ValueError(f"head size {size}: above {MOST_ELSEWHERE} plain ops are faster on {target.device}")
   candidates = [
     Forward(_block(M, rows), min(others, round_up(N, GROUP)), _own(_block(M, rows)), ACROSS, in_local)
     for in_local in (True, False)
@@ -58,6 +66,26 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv, sums), problem, target)
 
 
+def wide_backward(problem: Problem, target: Target, gradients: str) -> Iterator[WideBackward]:
+  """Yield tiles for any head sizes, with many rows first.
+
+  Args:
+    gradients: "scores", "dq", "dk" or "dv".
+
+  Raises:
+    ValueError: the device lacks what a feature needs.
+  """
+  _check_loops(problem, target)
+  of_keys, of_scores = gradients in ("dk", "dv"), gradients == "scores"
+  rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
+  columns = problem.Dv if gradients == "dv" else problem.Dk
+  for most in (64, 32, 16, 8):
+    if most == 8 or most < 2 * rows:
+      own = WIDE_OWN if most == 64 else _own(most)
+      block, width = (min(64, round_up(others, 2 * GROUP)), 64) if of_scores else (16, min(64, round_up(columns, 16)))
+      yield WideBackward(most, block, own, 16, width)
+
+
 def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   """Yield the first tiles that fit, in the order of `backward`. Raises ValueError as `forward`."""
   p = problem
@@ -82,11 +110,16 @@ def _own(block: int) -> int:
   return 4 if block >= 32 else 2 if block >= 16 else 1
 
 
-def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:
-  """Yield the candidates that fit, the last of which is the smallest tile. Raises ValueError; see `forward`."""
+def _check_loops(problem: Problem, target: Target) -> None:
+  """Raise ValueError if a device lacks what the loops of a problem need."""
   loops = [x for x in IN_LOOPS if x in problem.features]
   if target.device == "WEBGPU" and loops:
     raise ValueError(f"WebGPU has no barriers in a loop whose length is in memory, as it is with {', '.join(loops)}")
+
+
+def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:
+  """Yield the candidates that fit, the last of which is the smallest tile. Raises ValueError; see `forward`."""
+  _check_loops(problem, target)
   Dk, Dv, limit, fits = problem.Dk, problem.Dv, min(target.lds, LOCAL_BYTES), False
   for x in candidates:
     if registers(x) <= REGISTERS and x.local_bytes(Dk, Dv) <= limit:
