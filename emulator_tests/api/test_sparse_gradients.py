@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import drawn, on, placed
+from helpers import dispatch_among, drawn, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sparse import Case, shapes
@@ -12,7 +12,7 @@ from tinygrad import Context, Tensor, dtypes
 
 from uopattn import attention_sparse
 from uopattn.dsl import sizes
-from uopattn.kernels import choose, chosen_gradients
+from uopattn.kernels import choose, chosen_gradients, cuda_backward
 from uopattn.plan import chosen_rows
 from uopattn.plan.sparse import Sparse
 from uopattn.proof.gate import numpy
@@ -100,21 +100,24 @@ def count_of_chunks(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_75", "gfx942", "apple9", "cl"])
+@pytest.mark.each("arch", "per_head")
 @pytest.mark.parametrize("per_head", [False, True])
-def test_head_sizes_of_latent_attention(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_sizes_of_latent_attention(per_head: bool, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """Through P and dS in memory, by the chosen keys whatever the choice."""
   count_of_chunks(monkeypatch, 2)
-  with on("sm_80"):
+  with on(arch):
     case = Case((1, 4, 1 + per_head, 3, 10, 8, 576, 512), dtypes.float16, "EMU", per_head)
     check(*gradients(case, set_way(monkeypatch, "all keys" if per_head else "chosen")), dtypes.float16)
 
 
 @pytest.mark.slow
-def test_head_sizes_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Chunks of queries in plain ops."""
   count_of_chunks(monkeypatch, 2)
   set_way(monkeypatch, "chosen")
-  with on("gfx942"):
+  dispatch_among(monkeypatch, [cuda_backward.SEPARATE], backward=True)
+  with on("sm_80"):
     case = Case((1, 4, 1, 3, 10, 8, 576, 512), dtypes.float16, "EMU")
     check(*gradients(case, "auto"), dtypes.float16)
     with pytest.raises(ValueError, match="backend='kernel'"):

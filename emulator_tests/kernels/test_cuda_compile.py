@@ -204,6 +204,18 @@ def test_separate_backward_does_not_spill(arch: str, causal: bool) -> None:
     assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_wide_backward_does_not_spill(arch: str, dtype: str) -> None:
+  """Head sizes of multi-head latent attention; float32 on sm_75 is for multiply-adds."""
+  latent = replace(spec(576), Dv=512, dtype=TYPES[dtype])
+  for launch in dispatch_backward(latent, Target("CUDA", arch)):
+    said = by_nvcc(rendered(launch.graph(), arch), arch)[1]
+    once = 12 if (arch, dtype, launch.kernel.gradients) == ("sm_75", "float16", "dq") else 0
+    assert figure(said, "bytes spill stores") == once
+
+
 @pytest.mark.parametrize(
   ("arch", "places", "dtype", "D"),
   [

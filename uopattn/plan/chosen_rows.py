@@ -1,10 +1,10 @@
 """The backward pass of `attention_sparse` on a GPU, by chunks of queries.
 
 In a chunk, each query of each key head is an attention of its own: its query heads are the queries, and the keys that
-it has chosen are the keys. Kernels read these where they are; plain ops, where no kernels serve the head sizes, copy
-them. Both leave a row of dK and of dV for each pair of query and chosen key, which `uopattn.kernels.chosen_gradients`
-adds up by keys. So a chunk takes memory for its pairs, not for all, and time O(M top_k D); only the inverse lists of a
-chunk go by all pairs of query and key, one number each.
+it has chosen are the keys. Kernels read these where they are; plain ops, where no kernels serve the device or the type,
+copy them. Both leave a row of dK and of dV for each pair of query and chosen key, which
+`uopattn.kernels.chosen_gradients` adds up by keys. So a chunk takes memory for its pairs, not for all, and time
+O(M top_k D); only the inverse lists of a chunk go by all pairs of query and key, one number each.
 """
 
 import functools
