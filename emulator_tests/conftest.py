@@ -296,8 +296,8 @@ def compiled_sooner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
-  """Tests that name no device mean the CPU, also those of other processes, if DEV is a GPU; test_gpu means that one."""
-  if request.module.__name__ == "test_gpu" or Device.DEFAULT.split(":")[0] == "CPU":
+  """Tests that name no device mean the CPU, also those of other processes, if DEV is a GPU, but for those of GPUs."""
+  if request.module.__name__ in ("test_gpu", "test_generic_cl") or Device.DEFAULT.split(":")[0] == "CPU":
     yield
     return
   monkeypatch.setenv("DEV", "CPU")

@@ -11,7 +11,7 @@ from helpers import check, qkv
 from tinygrad import Tensor, dtypes
 
 from uopattn import BlockMask, attention, mods
-from uopattn.plan.dispatch import CPU_ARGUMENTS
+from uopattn.dsl.target import CPU_ARGUMENTS
 from uopattn.proof.oracle import Array, gradients
 from uopattn.runtime.log import log_once
 

@@ -1,7 +1,5 @@
 """Which GPUs the kernels without matrix units serve, and with which tiles."""
 
-from dataclasses import replace
-
 import pytest
 from helpers import problem_of
 from tinygrad import dtypes
@@ -63,16 +61,6 @@ def test_tiles_fit(target: Target, D: int) -> None:
 def test_head_sizes_that_do_not_fit() -> None:
   with pytest.raises(NoKernel, match=r"head sizes 1000 and 1000: the smallest tile needs \d+ registers"):
     dispatch(spec_of(D=1000), OPENCL)
-
-
-@pytest.mark.parametrize("feature", ["kv_lengths", "q_start", "bounds", "page_table", "block_mask"])
-def test_webgpu_takes_no_lengths_from_memory(feature: str) -> None:
-  """Its compilers refuse barriers in loops that may differ between threads; where lengths are constants they do not."""
-  spec = replace(spec_of(), features=(feature, "softcap"))
-  with pytest.raises(NoKernel, match=f"no barriers in a loop whose length is in memory, as it is with {feature}$"):
-    dispatch(spec, WEBGPU)
-  dispatch(spec, OPENCL)
-  dispatch(replace(spec, features=("softcap",)), WEBGPU)
 
 
 @pytest.mark.parametrize(

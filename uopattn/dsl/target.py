@@ -51,7 +51,7 @@ _MATRIX_UNITS = {
   "METAL": ("Apple7", "Apple8", "Apple9", "Apple1"),
   **dict.fromkeys(WITHOUT_MATRIX_UNITS, ()),
 }
-WEBGPU_BYTES = 16 << 10  # of local memory, which every browser grants
+WEBGPU_BYTES, WEBGPU_BUFFERS = 16 << 10, 8  # of local memory, and of a kernel, which every WebGPU device has
 MAX_THREADS = 1024  # per workgroup
 CPU_ARGUMENTS = 62  # buffers and Variables of a call on a CPU, see `uopattn.runtime.threads`
 LINE = 64  # bytes per cache line of a CPU, or a divisor of that
@@ -87,6 +87,8 @@ class Target:
     vector: the vector registers of a CPU.
     threads: CPU threads that a kernel may use.
     units: multiprocessors of a GPU, if known; None takes the usual number of the architecture.
+    local_bytes: bytes of a workgroup's memory on WEBGPU, if known; None takes what all have.
+    buffers: buffers that a kernel may take on WEBGPU, likewise.
   """
 
   device: str
@@ -94,6 +96,8 @@ class Target:
   vector: VectorUnit = VectorUnit(lanes=4, registers=16)
   threads: int = 1
   units: int | None = None
+  local_bytes: int | None = None
+  buffers: int | None = None
 
   def __str__(self) -> str:
     if self.device != "CPU":
@@ -115,7 +119,12 @@ class Target:
   @property
   def lds(self) -> int:
     """Bytes of shared memory (LDS) available to a workgroup of a GPU."""
-    return WEBGPU_BYTES if self.device == "WEBGPU" else lds_limit(self.arch)
+    return self.local_bytes or WEBGPU_BYTES if self.device == "WEBGPU" else lds_limit(self.arch)
+
+  @property
+  def most_arguments(self) -> int | None:
+    """The most arguments of a kernel: of a CPU buffers and Variables, of WEBGPU buffers; None elsewhere."""
+    return {"CPU": CPU_ARGUMENTS, "WEBGPU": self.buffers or WEBGPU_BUFFERS}.get(self.device)
 
 
 def usual_units(arch: str) -> int:

@@ -19,7 +19,7 @@ from uopattn.kernels.append import Operand, Place, append
 from uopattn.plan.launch import empty
 from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
-from uopattn.runtime.prepare import prepared
+from uopattn.runtime.prepare import called, prepared
 from uopattn.spec.arguments import bound_variables, in_kernel
 from uopattn.spec.layout import VIEW_OPS, Layout, base_of, flat_base, in_memory, layout_of, strided
 from uopattn.spec.shards import Devices, devices_of
@@ -211,7 +211,7 @@ def append_call(
 
   rounds = sources[0].dtype != targets[0].dtype
   gradient = _gradient(norm_rope is not None, rounds, len(outputs), inputs, len(variables))
-  written = kernel.call(*(x.uop for x in (*outputs, *inputs)), *variables, grad_fxn=gradient)
+  written = called(devices_of(device)[0], kernel, [x.uop for x in (*outputs, *inputs)], variables, gradient)
   return written, None if rotated is None else Tensor(rotated.uop.after(written))
 
 

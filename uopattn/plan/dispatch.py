@@ -11,7 +11,7 @@ from tinygrad import dtypes
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule
-from uopattn.dsl.target import CPU_ARGUMENTS, GENERIC, WITHOUT_MATRIX_UNITS, Target
+from uopattn.dsl.target import GENERIC, WITHOUT_MATRIX_UNITS, Target
 from uopattn.kernels import combine, delta, sum_splits
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -361,11 +361,13 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
 
 
 def check_arguments(launches: Sequence[Launch], target: Target) -> None:
-  """Raise ValueError if a CPU call would have more buffers and Variables than it may have."""
-  calls = (call for x in launches for call in stages(x))
-  if target.device == "CPU" and (count := max(call.argument_count() for call in calls)) > CPU_ARGUMENTS:
+  """Raise ValueError if a call would have more arguments than it may have; see `Target.most_arguments`."""
+  if (most := target.most_arguments) is None:
+    return
+  counts = (len(x.buffers()) if target.device == "WEBGPU" else x.argument_count() for y in launches for x in stages(y))
+  if (count := max(counts)) > most:
     raise ValueError(
-      f"takes {CPU_ARGUMENTS} Tensors and Variables at most, its results among them, and would be given {count}; "
+      f"takes {most} Tensors and Variables at most, its results among them, and would be given {count}; "
       "pass fewer in aux, for example several as one"
     )
 

@@ -21,7 +21,7 @@ from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import GRADIENTS, Buffer, Kernel, Schedule
 from uopattn.dsl.scope import Strides, View
 from uopattn.runtime.function import in_function
-from uopattn.runtime.prepare import prepared
+from uopattn.runtime.prepare import called, prepared
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.shards import Devices, devices_of
@@ -155,9 +155,9 @@ class Launch:
     moved += self.spec.kv_bytes if "k" in elements else 0  # not every page of the pool
     if not {"rules", "tiles"}.issubset(self.kernel.params):  # a product and a sum for each element
       return Estimates(ops=2 * max(elements.values()), lds=moved, mem=moved)
-    # Two matrix products, and one more per gradient.
+    # Two matrix products where scores are computed, and one more per gradient.
     widths = [self.shape(x)[-1] for x in used if x.mode == "write" and x.name in GRADIENTS]
-    ops = round(self.spec.flops * (1 + sum(widths) / (self.spec.Dk + self.spec.Dv)))
+    ops = round(self.spec.flops * ({"q", "k"}.issubset(elements) + sum(widths) / (self.spec.Dk + self.spec.Dv)))
     return Estimates(ops=ops, lds=moved, mem=moved)
 
   def argument_count(self) -> int:
@@ -185,7 +185,7 @@ class Launch:
     operands = {x.name: (empty(x, device),) for x in buffers if x.name in outputs} | dict(operands)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in operands[name]]
     variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
-    call = self.build(device).call(*(x.uop for x in tensors), *variables, grad_fxn=gradient)
+    call = called(devices_of(device)[0], self.build(device), [x.uop for x in tensors], variables, gradient)
     return {name: Tensor(operands[name][0].uop.after(call)) for name in outputs}
 
 
@@ -226,7 +226,7 @@ def run_graph(
   tensors = *outputs, *inputs
   buffers = tuple((sizes(x), x.dtype) for x in tensors)
   kernel = prepared(_built, device, build, buffers, tuple(options.items()))
-  call = kernel.call(*(x.uop for x in tensors), grad_fxn=gradient)
+  call = called(device, kernel, [x.uop for x in tensors], gradient=gradient)
   return [Tensor(x.uop.after(call)) for x in outputs]
 
 

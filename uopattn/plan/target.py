@@ -10,7 +10,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.runtime.clang import find_clang
 from uopattn.runtime.cpu import kernel_renderer, may_use_tiles, vector_unit
-from uopattn.runtime.gpu import multiprocessors
+from uopattn.runtime.gpu import multiprocessors, webgpu_limits
 from uopattn.runtime.machine import thread_count
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
@@ -40,6 +40,9 @@ def target_of(device: str) -> Target:
   if not isinstance(renderer, ClangRenderer):
     if kind == "CL":
       return Target(kind, arch, units=multiprocessors(device))
+    if kind == "WEBGPU":
+      buffers, local_bytes = webgpu_limits(device)
+      return Target(kind, arch, buffers=buffers, local_bytes=local_bytes)
     if kind not in ("CUDA", "NV"):
       return Target(renderer.target.device if kind == "EMU" else kind, arch)
     if not isinstance(renderer, CUDARenderer):

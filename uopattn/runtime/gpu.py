@@ -82,3 +82,12 @@ def multiprocessors(device: str) -> int:
 
   cuda.cuDeviceGetAttribute(count, cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu.cu_device)
   return count.value
+
+
+@functools.cache
+def webgpu_limits(device: str) -> tuple[int, int]:
+  """Return how many buffers a kernel of a WEBGPU device may take, and the bytes of a workgroup's memory."""
+  from tinygrad.runtime.autogen import webgpu
+
+  webgpu.wgpuDeviceGetLimits(opened(device).device_res, limits := webgpu.WGPUSupportedLimits())
+  return int(limits.limits.maxStorageBuffersPerShaderStage), int(limits.limits.maxComputeWorkgroupStorageSize)

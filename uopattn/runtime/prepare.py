@@ -1,7 +1,7 @@
 """Preparation of a kernel's graph for a device: compilation, or changes for tinygrad's own renderer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,32 @@ def prepared(build: Build, device: str, *args: Any) -> UOp:
       return finished(kernel, renderer, work)
     in_another_language = device.split(":")[0] in ("CUDA", "NV") and not isinstance(renderer, CUDARenderer)  # PTX, NAK
     if compiler(device) is None or in_another_language:
-      return _for_tinygrad(*build(*args))
+      return _for_tinygrad(device, *build(*args))
     return compiled(build, device, renderer.target, *args)
+
+
+def called(
+  device: str, kernel: UOp, arguments: Sequence[UOp], variables: tuple[UOp, ...] = (), gradient: Any = None
+) -> UOp:
+  """Return the call of a prepared kernel. Its `grad_fxn` is `gradient`, of all arguments and Variables."""
+  if device.split(":")[0] == "WEBGPU":
+    from uopattn.runtime.webgpu import check_number, with_each_buffer_once
+
+    kernel, places = with_each_buffer_once(kernel, arguments)
+    check_number(len(places), device)
+    gradient = gradient and _of_some(gradient, places, len(arguments))
+    arguments = [arguments[i] for i in places]
+  return kernel.call(*arguments, *variables, grad_fxn=gradient)
+
+
+def _of_some(gradient: Callable[..., Sequence[UOp | None]], places: Sequence[int], count: int) -> Any:
+  """Return a `grad_fxn` for a call that has those of `count` arguments that are at `places`."""
+
+  def of_some(*grads: UOp, **named: Any) -> tuple[UOp | None, ...]:
+    of_all = gradient(*grads, **named)
+    return (*(of_all[i] for i in places), *of_all[count:])
+
+  return of_some
 
 
 @functools.cache
@@ -78,8 +102,12 @@ def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   return as_llvm if isinstance(renderer, AMDLLVMRenderer) else as_hip
 
 
-def _for_tinygrad(kernel: UOp, work: Estimates) -> UOp:
+def _for_tinygrad(device: str, kernel: UOp, work: Estimates) -> UOp:
   """Return a kernel's graph as tinygrad's own renderer takes it."""
+  if device.split(":")[0] == "WEBGPU":
+    from uopattn.runtime.webgpu import with_uniform_loops
+
+    kernel = with_uniform_loops(kernel)
   # tinygrad's own estimate would be an expression too deep for Python's stack, and it fails where a loop's bound is
   # read from a buffer.
   kernel = _with_variables_last(kernel)

@@ -8,7 +8,7 @@ from tinygrad import Context, Device, Tensor, UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
-from uopattn.dsl import sizes
+from uopattn.dsl import clamp, sizes
 from uopattn.dsl.rules.masks import Table
 from uopattn.runtime.function import in_function
 from uopattn.spec.shards import gathered, pieces, shard_of
@@ -375,7 +375,7 @@ def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[...
 def _scatter(order: UOp, position: UOp) -> UOp:
   """Build the kernel of order[..., position[..., t]] = t."""
   at = [UOp.range(size, i) for i, size in enumerate(sizes(order))]
-  place = position[tuple(at)].load().cast(dtypes.weakint)
+  place = clamp(position[tuple(at)].load().cast(dtypes.weakint), 0, sizes(order)[-1] - 1)  # else it were an int64
   store = order[(*at[:-1], place)].store(at[-1].cast(dtypes.int))
   return store.end(*at).sink(arg=KernelInfo(name="order_tiles", opts_to_apply=()))
 

@@ -17,6 +17,7 @@ from tinygrad import Device
 import uopattn.dsl
 import uopattn.kernels
 import uopattn.plan.tiles
+import uopattn.runtime
 from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import candidates, candidates_backward, dispatch, dispatch_backward
@@ -131,10 +132,10 @@ def versions(device: str) -> dict[str, Any]:
 
 @functools.cache
 def kernels_version() -> str:
-  """Return uopattn's version with a hash of the text of the kernels, of their candidates, and of what builds them."""
-  packages = uopattn.kernels, uopattn.plan.tiles, uopattn.dsl
+  """Return uopattn's version with a hash of the text of the kernels, of their candidates, and of what makes code."""
+  packages = uopattn.kernels, uopattn.plan.tiles, uopattn.dsl, uopattn.runtime
   folders = [Path(path) for package in packages for path in package.__path__]
-  files = sorted(x for folder in folders for x in folder.rglob("*.py"))
+  files = sorted(x for folder in folders for kind in ("*.py", "*.c") for x in folder.rglob(kind))
   text = b"".join(x.name.encode() + x.read_bytes() for x in files)
   return f"{installed_version('uopattn')} {hashlib.sha256(text).hexdigest()[:16]}"
 

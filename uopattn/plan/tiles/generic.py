@@ -19,8 +19,6 @@ REGISTERS = 160  # float32 per thread that tiles count
 LOCAL_BYTES = 32 << 10  # of local memory at most: more would leave one workgroup per compute unit
 WIDE_OWN = 8  # rows of a thread in tiles of 64 rows of `wide_backward`
 ACROSS = 8  # threads that share rows
-# Features that bound the loops by numbers in memory.
-IN_LOOPS = ("kv_lengths", "q_start", "bounds", "page_table", "indices", "block_mask")
 # Elsewhere kernels with matrix units serve what they can. What is left is faster in plain ops above a head size, unless
 # these would copy the keys.
 MOST_ELSEWHERE, GATHERED = 128, ("indices", "page_table")
@@ -33,8 +31,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   """Yield tiles that fit: with Q in local memory, with many queries and keys first.
 
   Raises:
-    ValueError: the head sizes are too large even for the smallest tile; the device lacks what a feature needs; plain
-      ops are faster.
+    ValueError: the head sizes are too large even for the smallest tile; plain ops are faster.
   """
   M, N, gathers = problem.M, problem.N, any(x in problem.features for x in GATHERED)
   if target.runs != GENERIC and (size := max(problem.Dk, problem.Dv)) > MOST_ELSEWHERE and not gathers:
@@ -71,11 +68,7 @@ def wide_backward(problem: Problem, target: Target, gradients: str) -> Iterator[
 
   Args:
     gradients: "scores", "dq", "dk" or "dv".
-
-  Raises:
-    ValueError: the device lacks what a feature needs.
   """
-  _check_loops(problem, target)
   of_keys, of_scores = gradients in ("dk", "dv"), gradients == "scores"
   rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
   columns = problem.Dv if gradients == "dv" else problem.Dk
@@ -110,16 +103,8 @@ def _own(block: int) -> int:
   return 4 if block >= 32 else 2 if block >= 16 else 1
 
 
-def _check_loops(problem: Problem, target: Target) -> None:
-  """Raise ValueError if a device lacks what the loops of a problem need."""
-  loops = [x for x in IN_LOOPS if x in problem.features]
-  if target.device == "WEBGPU" and loops:
-    raise ValueError(f"WebGPU has no barriers in a loop whose length is in memory, as it is with {', '.join(loops)}")
-
-
 def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:
   """Yield the candidates that fit, the last of which is the smallest tile. Raises ValueError; see `forward`."""
-  _check_loops(problem, target)
   Dk, Dv, limit, fits = problem.Dk, problem.Dv, min(target.lds, LOCAL_BYTES), False
   for x in candidates:
     if registers(x) <= REGISTERS and x.local_bytes(Dk, Dv) <= limit:
