@@ -33,7 +33,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_wide_backward, generic_wide_backward
-from uopattn.plan.dispatch import NoKernel, dispatch, dispatch_backward
+from uopattn.plan.dispatch import NoKernel, candidates_backward, dispatch, dispatch_backward, stores_scores
 from uopattn.plan.tiles import cuda, generic
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.spec import AttentionSpec
@@ -227,6 +227,20 @@ def test_plain_ops_are_faster_at_large_head_sizes_without_matrix_units() -> None
   with pytest.raises(ValueError, match="head size 576: above 128 plain ops are faster on AMD"):
     next(generic.forward(spec(576), Target("AMD", "gfx942")))
   assert dispatch(spec(320), Target("CL", "")).schedule.name == "generic_forward"
+
+
+def test_tuning_stores_scores_only_where_nothing_else_serves() -> None:
+  for D, stores in ((256, False), (576, True)):
+    found = candidates_backward(spec(D), Target("CUDA", "sm_80"))
+    assert len(found) > 1
+    assert {stores_scores(x) for x in found} == {stores}
+
+
+def test_operations_are_counted_once() -> None:
+  """Five products."""
+  latent = replace(spec(576), Dv=512)
+  found = dispatch_backward(latent, Target("CUDA", "sm_90"))
+  assert sum(x.estimates().ops for x in found) == pytest.approx(latent.flops * (3 * 576 + 2 * 512) / (576 + 512))
 
 
 @pytest.mark.parametrize("gradients", wide_backward.GRADIENTS)

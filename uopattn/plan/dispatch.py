@@ -207,7 +207,8 @@ def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, c
 def candidates_backward(spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:
   """Return launches for the gradient of this attention that may be the fastest, those of `dispatch_backward` first.
 
-  They differ in the tiles of each kernel, and in the kernels, where several schedules serve the attention.
+  They differ in the tiles of each kernel, and in the kernels, where several schedules serve the attention. Those that
+  store the scores are not among them if others serve it.
 
   Raises:
     NoKernel: no kernels serve it.
@@ -216,10 +217,17 @@ def candidates_backward(spec: AttentionSpec, target: Target) -> list[tuple[Launc
   passes = [first, *_with_other_tiles(first, spec, target)]
   for schedule in _made_for(target, first[0].schedule, backward=True):
     try:
-      passes.append(launches_of(schedule, spec, target))
+      launches = launches_of(schedule, spec, target)
     except NoKernel:  # not for this case
       continue
+    if stores_scores(first) or not stores_scores(launches):
+      passes.append(launches)
   return list(dict.fromkeys(passes))
+
+
+def stores_scores(launches: Sequence[Launch]) -> bool:
+  """Return whether a backward pass stores matrices of the scores' size."""
+  return any(x.scratch_bytes for x in launches)
 
 
 def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:

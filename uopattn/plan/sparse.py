@@ -18,7 +18,7 @@ from tinygrad.helpers import round_up
 from uopattn.dsl import sizes
 from uopattn.kernels.choose import count_chosen, count_dtype, list_keys
 from uopattn.plan.chosen_rows import ChosenRows
-from uopattn.plan.dispatch import NoKernel, backward_on, launch_on
+from uopattn.plan.dispatch import NoKernel, backward_on, launch_on, stores_scores
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import by_kernels, by_reference, of_inputs, refuse
 from uopattn.plan.launch import Launch, empty, run_graph
@@ -147,7 +147,7 @@ class Sparse:
     own = self._over_all_keys(arguments, chosen)
     spec = replace(make_spec(q, k, v, own), return_lse=True)
     launches = backward_on(spec, self.device)
-    if any(x.scratch_bytes for x in launches):
+    if stores_scores(launches):
       raise NoKernel("kernels for these head sizes would store the scores of all keys")
     out, lse = results
     out = out if spec.layout("o") is not None else out.contiguous()
