@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import DTYPES, drawn, on, placed
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine.realize import runtime_cache
@@ -165,6 +165,7 @@ def test_drawn(lengths: list[int], page_size: int, M: int, spare: int, causal: b
 )
 def test_drawn_on_gpus(arch: str) -> None:
   @drawn(3, 3, 40)
+  @example(lengths=[1], page_size=1, M=1, heads=(1, 1, 33, 1), causal=False, seed=5)  # a score whose terms cancel
   @given(
     lengths=st.lists(st.integers(0, 130), min_size=1, max_size=3),
     page_size=st.integers(1, 40),

@@ -136,6 +136,23 @@ def test_lse_is_judged_as_float32_whatever_q_is() -> None:
   assert not all(r.correct for r in verify(q, k, v, out, Tensor((lse + 1e-4).astype(np.float32))))
 
 
+@pytest.mark.parametrize("dtype", [dtypes.half, dtypes.float])
+def test_a_score_whose_terms_cancel_has_their_error(dtype) -> None:
+  """Of one key: the naive computation may be right by chance. Off by much more is still off."""
+  seeds = []
+  for seed in range(2000):
+    q, k = (of_type(np.random.default_rng((seed, i)).normal(size=(1, 1, 1, 33)), dtype) for i in range(2))
+    if abs((q * k).sum()) < 0.02:
+      seeds.append(seed)
+      gate = Gate.of_arrays(q, k, k, dtype)
+      terms = (q * k).astype(np.float32)[0, 0, 0] * np.float32(33**-0.5)
+      for order in (range(33), range(32, -1, -1)):
+        lse = functools.reduce(lambda total, i: np.float32(total + terms[i]), order, np.float32(0)).reshape(1, 1, 1)
+        assert gate.lse(lse).correct
+        assert not gate.lse(lse + np.float32(1e-5)).correct
+  assert len(seeds) > 2
+
+
 def test_a_useless_naive_computation_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
   def broken(*arrays: Array, precision: Precision = EXACT, **options: Any) -> tuple[Array, Array]:
     out, lse = oracle(*arrays, precision=precision, **options)

@@ -107,9 +107,10 @@ def of_output(
 
 
 def of_lse(q: Array, k: Array, lse: Array, precision: Precision, rules: Rules) -> Array:
-  """Return how far the LSE may be off because terms of q.k are cut off, as `precision.cut` says: (B, Hq, M).
+  """Return how far the LSE may be off because of the scores: (B, Hq, M).
 
-  Terms are cut off towards 0, so that the errors of a row's scores need not be independent: they are added.
+  Terms of q.k are summed in float32, whose errors are those of the terms even if these cancel, or they are cut off, as
+  `precision.cut` says: towards 0, so that the errors of a row's scores need not be independent. They are added.
 
   Args:
     q, k, rules: the arguments of `uopattn.proof.oracle.oracle`.
