@@ -310,7 +310,9 @@ def wide_tiles(
 
 def generic_wide_tiles(own: int, lines: int, across: int, block: int, width: int, chunk: int = 16) -> TilePair:
   """Tiles of all four kernels; block, width and chunk in units of 8 columns."""
-  tiles = generic_wide_backward.Tiles(own * lines, 8 * across * block, own, across, 8 * across * width, 8 * chunk)
+  tiles = generic_wide_backward.Tiles(
+    own * lines, 8 * across * block, own, across, width=8 * across * width, chunk=8 * chunk
+  )
   return (tiles,) * len(wide_backward.GRADIENTS)
 
 

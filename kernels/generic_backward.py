@@ -270,15 +270,16 @@ class ThreadRows:
     """Elements by row."""
     return [[elements[i, j] for j in self.grid.columns(self.tiles.block)[1]] for i in range(self.tiles.own)]
 
-  def store(self, x: UOp, acc: UOp, factor: float) -> list[UOp]:
-    """Store a sum times a factor to the rows of x."""
+  def store(self, x: UOp, acc: UOp, factor: float, first: UOp | int = 0) -> list[UOp]:
+    """Store a sum times a factor to the rows of x, from column `first` on."""
     (_, rows, size), stores = sizes(x), []
-    first, offsets = self.grid.columns(size)
+    column, offsets = self.grid.columns(sizes(acc)[1] * self.tiles.across)
     for i, row in enumerate(self.rows):
       for j in offsets:
-        inside = row < rows if (first + j).vmax < size else (row < rows) & (first + j < size)
+        at = first + column + j
+        inside = row < rows if at.vmax < size else (row < rows) & (at < size)
         value = acc[i, j].load() * factor
-        stores.append(gated(x, inside, self.group.head, row, first + j).store(value.cast(x.dtype)))
+        stores.append(gated(x, inside, self.group.head, row, at).store(value.cast(x.dtype)))
     return stores
 
 

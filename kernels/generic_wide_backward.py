@@ -7,71 +7,56 @@ serves head sizes at which other backward kernels have no tiles, such as those o
 The threads of a workgroup form a grid of `rows / own` by `across` threads. Each has `own` rows of the results, and a
 share of their columns (`uopattn.dsl.gpu.thread_grid`).
 
-Storage: sums are in registers, a tile of each operand in local memory, in float32. Budget: `Tiles.local_bytes`, of the
-16 KiB that all GPUs have, and `Tiles.registers`. A step takes two barriers: behind the tiles and at its end.
+Storage: sums are in registers, a tile of each operand in local memory, in float32. Budget: `Tiles.bytes_of`, of the
+16 KiB that all GPUs have, and `Tiles.registers_of`. A step takes two barriers: behind the tiles and at its end.
 
 Speed on an H200, where others serve, float32, 8 heads, N=2048: 16 TFLOP/s at D=64. AMD, Apple: not measured.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, gated, sizes, target
-from uopattn.dsl.gpu.backward_mainloop import Elements, ScoreRow
+from uopattn.dsl import Scope, target
+from uopattn.dsl.gpu.backward_mainloop import Elements
 from uopattn.dsl.gpu.local_tile import LocalTile
-from uopattn.dsl.gpu.thread_grid import GROUP, MOST_THREADS, ThreadGrid
+from uopattn.dsl.gpu.thread_grid import GROUP, ThreadGrid
 from uopattn.dsl.gpu.wide_backward import KERNELS, TileOf
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.instructions import GENERIC, Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange, blurred
 from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen
+from uopattn.kernels import generic_backward
+from uopattn.kernels.generic_backward import ThreadRows
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(generic_backward.Tiles):
   """The block sizes of one kernel; see `uopattn.dsl.gpu.wide_backward.WideTiles`.
 
   Attributes:
     rows: rows of a workgroup.
     block: keys of a tile of scores; for a gradient the rows that are multiplied at a time.
-    own: rows per thread.
-    across: threads that share rows.
+    in_local: False.
     width: columns of a gradient.
     chunk: columns of q, k, v and dO that are multiplied at a time.
   """
 
-  rows: int
-  block: int
-  own: int
-  across: int
+  in_local: bool = False
   width: int = 64
   chunk: int = 16
 
   def __post_init__(self) -> None:
-    if self.own < 1 or self.rows < 1 or self.rows % self.own:
-      raise ValueError(f"Tiles.rows={self.rows}: must be a multiple of own={self.own}")
-    for name, least in (("block", self.across), ("width", self.across), ("chunk", 1)):
-      if (size := getattr(self, name)) < 1 or least < 1 or size % least or size % GROUP:
-        across = f", and of across={self.across}" if name != "chunk" else ""
-        raise ValueError(f"Tiles.{name}={size}: must be a multiple of {GROUP}{across}")
-    if self.threads > MOST_THREADS:
-      raise ValueError(f"Tiles: {self.threads} threads, of {MOST_THREADS} that every GPU has")
-
-  @property
-  def threads(self) -> int:
-    return self.rows // self.own * self.across
-
-  @property
-  def padded_rows(self) -> int:
-    """Rows as a multiple of GROUP."""
-    return round_up(self.rows, GROUP)
+    super().__post_init__()
+    if self.in_local:
+      raise ValueError("Tiles.in_local=True: must be False")
+    if self.width < 1 or self.width % self.across or self.width % GROUP:
+      raise ValueError(f"Tiles.width={self.width}: must be a multiple of {GROUP}, and of across={self.across}")
+    if self.chunk < 1 or self.chunk % GROUP:
+      raise ValueError(f"Tiles.chunk={self.chunk}: must be a multiple of {GROUP}")
 
   def group(self, s: Scope, heads: int, blocks: int) -> Workgroup:
     """The workgroup of this thread."""
@@ -79,43 +64,24 @@ class Tiles:
 
   def unit(self, s: Scope, group: Workgroup, dtype: DType) -> "WideRows":
     """The threads' part in the products, which are of float32 for any type."""
-    return WideRows(ThreadGrid(s, group.thread, self.own, self.across), group, self)
+    return WideRows(ThreadGrid(s, group.thread, self.own, self.across), group, self, {})
 
-  def local_bytes(self, gradients: str) -> int:
+  def bytes_of(self, gradients: str) -> int:
     """Bytes of local memory of a kernel, by its `Kernel.gradients`."""
     depth, right = (self.chunk, self.block) if gradients == "scores" else (self.block, self.width)
     return 4 * (LocalTile.size(depth, self.padded_rows) + LocalTile.size(depth, right))
 
-  def registers(self, gradients: str) -> int:
+  def registers_of(self, gradients: str) -> int:
     """Float32 per thread of the sums and of the operands of a step."""
     columns = (self.block if gradients == "scores" else self.width) // self.across
     return self.own * columns * (3 if gradients == "scores" else 1) + self.own + columns
 
 
 @dataclass(frozen=True)
-class WideRows:
-  """The `WideUnit` of a workgroup: each thread has `Tiles.own` rows, and a share of all columns.
+class WideRows(ThreadRows):
+  """The `WideUnit` of a workgroup: each thread has `Tiles.own` rows, and a share of all columns."""
 
-  The place of an element is its row and its column among those of the thread.
-
-  Attributes:
-    grid: the position of this thread.
-    group: the position of the workgroup.
-    tiles: block sizes.
-  """
-
-  grid: ThreadGrid
-  group: Workgroup
   tiles: Tiles
-
-  @property
-  def dialect(self) -> Dialect:
-    return GENERIC
-
-  @cached_property
-  def rows(self) -> list[UOp]:
-    """This thread's rows; some may be past the last one."""
-    return [self.group.block * self.tiles.rows + self.grid.first + i for i in range(self.tiles.own)]
 
   def view(self, x: UOp, head: UOp, length: UOp) -> HeadView:
     """View a head of a buffer, to be widened to float32."""
@@ -158,32 +124,10 @@ class WideRows:
       stores += tile.after(*after).fill(rows, n_tile * height, self.group.thread, self.tiles.threads)
     return UOp.barrier(*stores)
 
-  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
-    """This thread's score rows, of keys from `first` on; `row_stats` gives lse and delta of a query."""
-    (column, offsets), rows = self.grid.columns(self.tiles.block), []
-    for i, row in enumerate(self.rows):
-      lse, delta = row_stats(row)
-      rows.append(ScoreRow(row, first + column, offsets, [(i, j) for j in offsets], lse, -delta))
-    return rows
-
   def store_elements(self, x: UOp, elements: Elements, first: UOp) -> list[UOp]:
     """Store a tile of scores to this thread's rows of x, from column `first` on."""
-    return self._stored(x, elements, first, self.tiles.block)
-
-  def store(self, x: UOp, acc: UOp, factor: float, first: UOp) -> list[UOp]:
-    """Store sums times a factor to this thread's rows of x, from column `first` on."""
-    rows, columns = sizes(acc)
-    elements: Elements = {(i, j): acc[i, j].load() * factor for i in range(rows) for j in range(columns)}
-    return self._stored(x, elements, first, self.tiles.width)
-
-  def _stored(self, x: UOp, elements: Elements, first: UOp, width: int) -> list[UOp]:
-    (_, rows, size), (column, offsets), stores = sizes(x), self.grid.columns(width), []
-    for i, row in enumerate(self.rows):
-      for j in offsets:
-        at = first + column + j
-        inside = row < rows if at.vmax < size else (row < rows) & (at < size)
-        stores.append(gated(x, inside, self.group.head, row, at).store(elements[i, j].cast(x.dtype)))
-    return stores
+    acc = self.grid.s.buffer(self.tiles.own, self.tiles.block // self.tiles.across)
+    return self.store(x, acc.after(*(acc[place].store(value) for place, value in elements.items())), 1.0, first)
 
 
 SCHEDULE = Schedule(

@@ -253,8 +253,8 @@ def test_tiles_fit(arch: str, dtype: Any, gradients: str) -> None:
   for x in found:
     assert x.bytes_of(gradients) <= target.lds
   for y in generic.wide_backward(problem, Target("CL", ""), gradients):
-    assert y.local_bytes(gradients) <= 16 << 10
-    assert y.registers(gradients) <= 160
+    assert y.bytes_of(gradients) <= 16 << 10
+    assert y.registers_of(gradients) <= 160
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,9 @@ def test_tiles_state_their_laws(options: dict[str, Any], message: str) -> None:
   [
     ((10, 16, 4, 4), r"Tiles\.rows=10: must be a multiple of own=4"),
     ((16, 12, 4, 4), r"Tiles\.block=12: must be a multiple of 8, and of across=4"),
-    ((16, 16, 4, 4, 20), r"Tiles\.width=20: must be a multiple of 8, and of across=4"),
-    ((16, 16, 4, 4, 64, 12), r"Tiles\.chunk=12: must be a multiple of 8"),
+    ((16, 16, 4, 4, False, 20), r"Tiles\.width=20: must be a multiple of 8, and of across=4"),
+    ((16, 16, 4, 4, False, 64, 12), r"Tiles\.chunk=12: must be a multiple of 8"),
+    ((16, 16, 4, 4, True), r"Tiles\.in_local=True: must be False"),
     ((64, 16, 1, 8), "Tiles: 512 threads, of 256 that every GPU has"),
   ],
 )

@@ -76,7 +76,7 @@ def wide_backward(problem: Problem, target: Target, gradients: str) -> Iterator[
     if most == 8 or most < 2 * rows:
       own = WIDE_OWN if most == 64 else _own(most)
       block, width = (min(64, round_up(others, 2 * GROUP)), 64) if of_scores else (16, min(64, round_up(columns, 16)))
-      yield WideBackward(most, block, own, 16, width)
+      yield WideBackward(most, block, own, 16, width=width)
 
 
 def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
