@@ -76,6 +76,7 @@ CASES: dict[str, Callable[[], None]] = {
   "forward, mma.sync, queries read anew": partial(forward, cuda_forward.Tiles(4, 2, 32, in_registers=False), 128),
   "decode": decode,
   "backward, mma.sync": partial(backward, 33),  # on sm_90, wgmma serves head sizes that are multiples of 8
+  "backward, P and dS in memory": partial(backward, 520),
 }
 PERSISTENT = hopper_forward.Tiles(2, 64, 2, producer=True, persistent=True, q_stages=2)
 HOPPER: dict[str, Callable[[], None]] = {

@@ -255,6 +255,7 @@ GRADIENTS: dict[str, tuple[Shape, DType, dict[str, Any]]] = {
   "group of 4, odd head sizes": ((1, 4, 1, 77, 131, 33, 17), BFLOAT, {"is_causal": True, "q_start": 54}),
   "one query, keys in parts": ((2, 8, 2, 1, 3000, 64, 64), HALF, {}),
   "large head": ((1, 2, 1, 130, 200, 192, 192), HALF, {"is_causal": True}),
+  "very large head": ((1, 2, 1, 130, 200, 520, 456), BFLOAT, {"is_causal": True}),
   "float32": ((1, 4, 2, 150, 200, 64, 40), FLOAT, {"is_causal": True}),
 }
 
