@@ -27,5 +27,5 @@ def test_why_no_kernel_serves(dtype, since: str) -> None:
   name = str(dtype).removeprefix("dtypes.")
   reason = f"cuda_forward: sm_75 has no mma.sync of this kernel's for {name}; {since} and newer have"
   with pytest.raises(NoKernel) as failure:
-    dispatch(spec(dtype, D=192), Target("CUDA", ARCH))
+    dispatch(spec(dtype, D=256), Target("CUDA", ARCH))
   assert failure.value.reasons == (reason,)

@@ -213,7 +213,7 @@ def test_which_schedule_serves(device: str, arch: str, dtype: Any, D: int, name:
 
 
 @pytest.mark.parametrize(
-  ("device", "arch", "dtype", "D"), [("CUDA", "sm_75", FLOAT, 128), ("CUDA", "sm_75", BFLOAT, 64)]
+  ("device", "arch", "dtype", "D"), [("CUDA", "sm_75", FLOAT, 192), ("CUDA", "sm_75", BFLOAT, 64)]
 )
 def test_forward_kernels_without_matrix_units_serve_what_others_do_not(
   device: str, arch: str, dtype: Any, D: int
@@ -224,7 +224,7 @@ def test_forward_kernels_without_matrix_units_serve_what_others_do_not(
 def test_plain_ops_are_faster_at_large_head_sizes_without_matrix_units() -> None:
   with pytest.raises(NoKernel):
     dispatch(spec(512, FLOAT), Target("CUDA", "sm_80"))
-  with pytest.raises(ValueError, match="head size 576: above 128 plain ops are faster on AMD"):
+  with pytest.raises(ValueError, match="head size 576: above 192 plain ops are faster on AMD"):
     next(generic.forward(spec(576), Target("AMD", "gfx942")))
   assert dispatch(spec(320), Target("CL", "")).schedule.name == "generic_forward"
 

@@ -21,14 +21,17 @@ WIDE_OWN = 8  # rows of a thread in tiles of 64 rows of `wide_backward`
 ACROSS = 8  # threads that share rows
 # Elsewhere kernels with matrix units serve what they can. What is left is faster in plain ops above a head size, unless
 # these would copy the keys.
-MOST_ELSEWHERE, GATHERED = 128, ("indices", "page_table")
+MOST_ELSEWHERE, GATHERED = 192, ("indices", "page_table")
+# Queries, keys, queries of a thread, and threads that share them: of those that fit, the fastest on an H200, in float32
+# at head sizes of 64 and 128, of 192, and of 256 (2026-11-28).
+MEASURED = ((32, 32, 8, 16), (64, 16, 4, 8), (16, 16, 4, 16))
 # Rows and others, those first that do the most for each element that they read.
 FORWARD = ((32, 32), (64, 16), (32, 16), (16, 32), (16, 16), (16, 8), (8, 16), (8, 8))
 BACKWARD = ((32, 16), (16, 16), (16, 8), (8, 16), (8, 8))
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
-  """Yield tiles that fit: with Q in local memory, with many queries and keys first.
+  """Yield tiles that fit: those measured, then with Q in local memory, with many queries and keys first.
 
   Raises:
     ValueError: the head sizes are too large even for the smallest tile; plain ops are faster.
@@ -37,6 +40,12 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   if target.runs != GENERIC and (size := max(problem.Dk, problem.Dv)) > MOST_ELSEWHERE and not gathers:
     raise ValueError(f"head size {size}: above {MOST_ELSEWHERE} plain ops are faster on {target.device}")
   candidates = [
+    Forward(rows, min(others, round_up(N, across)), own, across, in_local)
+    for rows, others, own, across in MEASURED
+    if _block(M, rows) == rows
+    for in_local in (True, False)
+  ]
+  candidates += [
     Forward(_block(M, rows), min(others, round_up(N, GROUP)), _own(_block(M, rows)), ACROSS, in_local)
     for in_local in (True, False)
     for rows, others in FORWARD
