@@ -20,6 +20,7 @@ from uopattn.measure.program import Usage, choose_device, default_target, exit_s
 from uopattn.plan.bias import mask_bias
 from uopattn.plan.dispatch import (
   NoKernel,
+  all_schedules_on,
   bias_launch,
   dispatch,
   dispatch_backward,
@@ -64,7 +65,7 @@ def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
 
 def served(schedule: Schedule, target: Target) -> str:
   """Return which cases a schedule serves on a machine, or why it serves none, as text."""
-  if target.runs not in schedule.devices and target.device not in schedule.devices:
+  if schedule not in _listed(target) and target.device not in schedule.devices:
     of = ["GPUs without matrix units" if x == GENERIC else x for x in schedule.devices]
     return f"not for this machine, for {' and '.join(of)}"
   cases: dict[str, str] = {}
@@ -73,6 +74,14 @@ def served(schedule: Schedule, target: Target) -> str:
       if taken(schedule, case(dtype, queries, _is_of_bias(schedule)), target) == schedule.name:
         cases.setdefault(dtype_name(dtype), name)
   return f"serves {', '.join(x + few for x, few in cases.items())}" if cases else against(schedule, target)
+
+
+def _listed(target: Target) -> tuple[Schedule, ...]:
+  """Return the schedules that a machine has, whether or not they are made for it."""
+  try:
+    return schedules_on(target) + all_schedules_on(target, backward=True)
+  except NoKernel:
+    return ()
 
 
 def _is_backward(schedule: Schedule) -> bool:

@@ -306,8 +306,12 @@ INFO = {
     "another    CPU",
     "kernel     cuda_forward: serves half",
     "kernel     hopper_forward: not for this machine: sm_75 with head sizes 64 and 64: must be sm_90",
+    "kernel     generic_forward: serves float, bfloat16",
     "gradients  cuda_backward: serves half",
+    "gradients  cuda_wide_backward: serves only what cuda_backward does not",
+    "gradients  generic_wide_backward: serves float, bfloat16",
   ),
+  "EMU::gfx942": ("kernel     generic_forward: serves only what amd_forward does not",),
   "EMU::sm_90": (
     "kernel     hopper_forward: serves half, bfloat16, fp8e4m3, fp8e5m2",
     "kernel     hopper_float32_forward: serves problems for which it is faster than cuda_forward, large ones",
@@ -328,8 +332,10 @@ INFO = {
 def test_info_names_device_compiler_and_kernels(device: str, called: Program) -> None:
   done = called("info", DEV=device, UOPATTN_AMX="0")  # which an emulated CPU does not heed
   assert (done.returncode, done.stderr) == (2 if device == "CPUU" else 0, "")
+  lines = done.stdout.splitlines()
   for start in INFO[device]:
-    assert any(line.startswith(start) for line in done.stdout.splitlines()), start
+    assert any(line.startswith(start) for line in lines), start
+  assert len(set(lines)) == len(lines)  # each kernel once
 
 
 def test_info_without_a_compiler(tmp_path: Path, called: Program) -> None:

@@ -87,8 +87,8 @@ def schedules(device: str, backward: bool = False) -> tuple[Schedule, ...]:
 
 
 def every_schedule(backward: bool = False) -> tuple[Schedule, ...]:
-  """Return the schedules of all devices; see `schedules`."""
-  return tuple(x for device in MODULES for x in schedules(device, backward))
+  """Return the schedules of all devices, each once; see `schedules`."""
+  return tuple(dict.fromkeys(x for device in MODULES for x in schedules(device, backward)))
 
 
 def every_bias_schedule() -> tuple[Schedule, ...]:
