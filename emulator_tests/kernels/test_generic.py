@@ -35,11 +35,17 @@ def test_they_serve_what_no_other_kernels_do(target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-  "target", [Target("AMD", "gfx1100"), Target("CUDA", "sm_90"), Target("METAL", "Apple9")], ids=str
+  ("target", "what"),
+  [
+    (Target("AMD", "gfx1100"), "serves only what amd_forward does not"),
+    (Target("CUDA", "sm_90"), "serves only what hopper_forward does not"),
+    (Target("METAL", "Apple9"), "not for this machine, for GPUs without matrix units"),
+  ],
+  ids=str,
 )
-def test_they_serve_no_gpu_that_has_matrix_units(target: Target) -> None:
+def test_gpus_that_have_matrix_units_use_them(target: Target, what: str) -> None:
   assert dispatch(spec_of(), target).schedule is not generic_forward.SCHEDULE
-  assert served(generic_forward.SCHEDULE, target) == "not for this machine, for GPUs without matrix units"
+  assert served(generic_forward.SCHEDULE, target) == what
 
 
 def test_keys_are_split_and_combined_by_kernels_without_shuffles() -> None:
