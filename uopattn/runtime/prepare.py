@@ -14,9 +14,6 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.runtime.program_cache import finished
 
-FIRST_VARIABLE = 1 << 16  # more than the buffers of any kernel
-
-
 Build = Callable[..., tuple[UOp, Estimates]]
 """A function that builds a kernel's graph and the work that tinygrad reports for it."""
 
@@ -117,8 +114,10 @@ def _for_tinygrad(device: str, kernel: UOp, work: Estimates) -> UOp:
 def _with_variables_last(kernel: UOp) -> UOp:
   """Return the kernel with its Variables numbered after all buffers.
 
-  tinygrad numbers them from the count of the used buffers on, which can collide with the number of a buffer.
+  tinygrad numbers them from the count of the used buffers on, which can collide with the number of a buffer. OpenCL's
+  and Metal's runtimes take the number for the place among all arguments.
   """
-  free = [u for u in kernel.toposort() if u.op is Ops.PARAM and u.arg.slot == -1]
-  numbers = enumerate(sorted(free, key=lambda u: u.arg.name), start=FIRST_VARIABLE)
+  params = [u for u in kernel.toposort() if u.op is Ops.PARAM]
+  free, count = [u for u in params if u.arg.slot == -1], 1 + max(u.arg.slot for u in params)
+  numbers = enumerate(sorted(free, key=lambda u: u.arg.name), start=count)
   return kernel.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in numbers}, walk=True)
