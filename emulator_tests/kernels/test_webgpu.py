@@ -10,6 +10,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import NoKernel, dispatch, dispatch_backward
 from uopattn.plan.launch import Launch
+from uopattn.runtime.prepare import _for_tinygrad
 from uopattn.runtime.webgpu import UNIFORM_LOAD, with_each_buffer_once, with_uniform_loops
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, Input, make_spec
@@ -68,6 +69,16 @@ def test_each_buffer_is_one_argument() -> None:
   assert {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM} == {0, 1}
   part = x.shrink(((0, 64 * 16),))  # not all of it
   assert with_each_buffer_once(launch.graph(), [out, x, part])[1] == [0, 1, 2]
+
+
+def test_variables_are_numbered_after_the_buffers() -> None:
+  """Where OpenCL's and Metal's runtimes look for them."""
+  q, start = Tensor.empty(1, 2, 3, 16), UOp.variable("start", 0, 60).bind(7)
+  k = Tensor.empty(1, 2, 100, 16)
+  launch = dispatch(make_spec(q, k, k, Arguments(is_causal=True, q_start=start)), TARGET)
+  kernel = _for_tinygrad("CL", launch.graph(), launch.estimates())
+  slots = {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM}
+  assert slots == set(range(len(launch.buffers()) + 1))
 
 
 def test_more_buffers_than_a_kernel_may_take() -> None:
