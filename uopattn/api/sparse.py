@@ -74,10 +74,10 @@ def attention_sparse(
   q, k, v and sinks have gradients, which are the same bits in every run. Those of keys that no query has chosen are 0,
   whatever k and v hold there. The backward pass goes by the chosen keys or by all keys. By the chosen keys its time is
   O(M top_k D), and kernels gather them, on a GPU by chunks of queries, whose results take 1 GiB at most unless those
-  of one query take more. Types of 8 bits take plain ops, and copies of the keys. By all keys it
-  stores one byte for each pair of query and key, two bytes for top_k > 255; a key that any query has chosen must then
-  be finite for all. With G = Hq / Hkv, and G' that rounded up to the rows of a tile, 64 on a GPU and the lanes of a
-  vector on a CPU, it goes by the chosen keys if 2 top_k G' <= N G, if those bytes were more than 1 GiB, or if kernels
+  of one query take more. Types of 8 bits take plain ops, and copies of the keys. By all keys it stores one byte for
+  each pair of query and key, two bytes for top_k > 255; a key that any query has chosen must then be finite for all.
+  With G = Hq / Hkv, and G' that rounded up to the rows of a tile, 64 on a GPU and the lanes of a vector on a CPU, it
+  goes by the chosen keys if 2 top_k G' <= N G, if those bytes were more than 1 GiB, or if kernels
   would have to store the weights of all keys, as for large head sizes on GPUs.
 
   Args:
