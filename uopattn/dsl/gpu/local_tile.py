@@ -71,14 +71,14 @@ class LocalTile:
       source: the rows of the head; they are widened to the memory's type.
       thread, threads: index of this thread among those that copy, and their number.
     """
-    stores, chunks, width = [], self.columns // CHUNK, source.width
+    stores, chunks = [], self.columns // CHUNK
     for start in range(0, self.rows * chunks, threads):
       piece = thread + start
       # Neighbouring threads store to neighbouring places.
       row, chunk = (piece % self.rows, piece // self.rows) if self.by_columns else (piece // chunks, piece % chunks)
       for column in (chunk * CHUNK + i for i in range(CHUNK)):
         inside = first + row < source.length
-        inside = inside if isinstance(width, int) and column.vmax < width else inside & (column < width)
+        inside = inside if (below := source.has(column)) is None else inside & below
         value = inside.where(source.element(first + row, column, inside).cast(self.memory.dtype), 0.0)
         at = self.at(row, column)
         exists = start + threads <= self.rows * chunks
@@ -108,7 +108,7 @@ class GlobalTile:
     """Load an element (row, column) as float32."""
     row, column = self.first + place[0], place[1]
     inside = row < self.source.length
-    inside = inside if column.vmax < self.source.size else inside & (column < self.source.size)
+    inside = inside if (below := self.source.has(column)) is None else inside & below
     return inside.where(self.source.element(row, column, inside).cast(dtypes.float), 0.0)
 
 

@@ -150,10 +150,10 @@ class SwizzledTiles:
     """
     whole = source.in_chunks(self.chunk)
     start_of = source.start if whole and not source.widens else source.gated_start
-    width, bits, stores = source.width, as_type(source.x, self.bits), []
+    bits, stores = as_type(source.x, self.bits), []
     for i in range(self.pieces):
       row, chunk = self._piece(thread, i)
-      there = _both(_below(row, rows), _below(chunk * self.chunk, width))
+      there = _both(_below(row, rows), source.has(chunk * self.chunk))
       to, start = self.at(row, chunk), start_of(first + row)
       if source.four is not None:
         stores.append(self.dialect.store_chunk(to, *self._of_four_bits(source, start, chunk * self.chunk, there)))
@@ -185,7 +185,7 @@ class SwizzledTiles:
     """Copy a chunk element by element, for rows that do not start at multiples of 16 bytes."""
     stores, bits = [], as_type(source.x, source.bits if source.widens else self.bits)
     for e in range(self.chunk):
-      value = _or_zero(bits, start + e, _both(there, _below(column + e, source.width)))
+      value = _or_zero(bits, start + e, _both(there, source.has(column + e)))
       stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
     return stores
 

@@ -174,14 +174,14 @@ class HeadView:
   def columns(self, first: UOp) -> "HeadView":
     """View the columns from `first` on, a multiple of 16 bytes, of elements that are not widened, for copies of tiles.
 
-    `size` is still that of a row, and `width` how many columns are left.
+    `size` is still that of a row; see `has`.
     """
     return replace(self, start=lambda row: self.start(row) + first, strides=None, column=first)
 
-  @property
-  def width(self) -> UOp | int:
-    """Columns of the view; 0 or fewer if it begins past the last one."""
-    return self.size - self.column
+  def has(self, column: UOp) -> UOp | None:
+    """Whether a column of the view exists; None if it always does."""
+    left = self.size - self.column
+    return None if isinstance(left, int) and column.vmax < left else column < left
 
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
