@@ -36,14 +36,14 @@ from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl.amd.fragments import MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
 from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
-from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, Place, QueryHeads, ScoreRow, Sum
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, KeyGradient, Mainloop, Place, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import HIP, Hip
 from uopattn.dsl.packed import ALWAYS, words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Schedule, group_of_chosen, passes
 
 GRADIENTS = ("dq", "dk_dv", "dk", "dv", "bias")
 
@@ -129,32 +129,24 @@ class Tiles:
     return self.row_tiles * (operands * f.parts * f.words + results * f.result) + moving
 
 
-def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradient of the queries.
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16, bfloat16 or float32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
-      them; then the queries of a head are the heads that share a key head.
-    v: (kv_heads, N, Dv), likewise.
-    do: (heads, M, Dv), the gradient of the attention's output.
-    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
-    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, _, Dv), N, f = sizes(q), sizes(v), rules.N, tiles.fragments
+  (heads, M, Dk), f = sizes(inputs.q), tiles.fragments
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, Factor.DS))
-  loop, pipeline, stationary = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
+  unit = WaveMma(Mma(f, inputs.q.dtype, group.lane), group, tiles, swaps(s, tiles, Factor.DS))
+  loop, pipeline, stationary = over_keys(Mainloop, s, unit, head_rules, key_range, inputs)
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 2)  # K transposed is behind K and V
   sums = loop.run(stationary, [dq_sum], pipeline.prologue(dq_sum.acc))
-  name = f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+  return group.kernel(inputs.kernel_name(f"_q_{tiles.arch}", rules), unit.store(dq, sums[0].acc, rules.scale))
 
 
 def over_keys(
@@ -163,18 +155,14 @@ def over_keys(
   unit: "WaveMma",
   rules: HeadRules,
   key_range: TileRange,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
+  inputs: BackwardInputs,
 ) -> tuple[Mainloop, LdsTiles, Any]:
   """The loops of a workgroup that keeps queries and streams keys, their pipeline, and the stationary rows.
 
   Queries past the end are the last one for dQ, where nobody stores what they get. For a bias their P is 0.
   """
-  (_, M, _), group, tiles, f = sizes(q), unit.group, unit.tiles, unit.tiles.fragments
+  (q, k, v, do, lse, delta), M = inputs, sizes(inputs.q)[1]
+  group, tiles, f = unit.group, unit.tiles, unit.tiles.fragments
   exists, of_bias = rules.length.ne(0), tiles.gradients == "bias"
   as_is = [(words_of(rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
   transposed = [] if of_bias else [(words_of(rules.keys(k), exists), round_up(sizes(k)[2], MMA_SIZE))]
@@ -205,12 +193,7 @@ def backward_kv(
   *,
   dk: UOp | None = None,
   dv: UOp | None = None,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
+  inputs: BackwardInputs,
   rules: Rules,
   tiles: Tiles,
 ) -> UOp:
@@ -219,20 +202,18 @@ def backward_kv(
   Args:
     dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
     dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
-    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+    inputs, rules, tiles: as for `backward_q`.
   """
-  (heads, M, Dk), Dv, N, f = sizes(q), sizes(v)[2], rules.N, tiles.fragments
-  kv_heads = heads // rules.heads_per_key_head
+  (heads, M, _), N, f, (q, k, v, do, lse, delta) = sizes(inputs.q), rules.N, tiles.fragments, inputs
   s = Scope()
-  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
+  group = Workgroup(s, heads // rules.heads_per_key_head, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
   members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
-  wanted = [(dv, Factor.P, do, 1.0), (dk, Factor.DS, q, rules.scale)]
-  results = [(o, left, x, scale) for o, left, x, scale in wanted if o is not None]
-  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, *(left for _, left, _, _ in results)))
+  results = KeyGradient.of(dk, dv, rules)[::-1]
+  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, *(x.left for x in results)))
   keys, length = [clamp(row, 0, N - 1) for row in unit.rows], members.n_keys
 
   as_is = [(words_of_all(x), round_up(sizes(x)[2], f.step)) for x in (q, do)]
-  transposed = [(words_of_all(x), round_up(sizes(x)[2], MMA_SIZE)) for _, _, x, _ in results]
+  transposed = [(words_of_all((q, do)[x.right]), round_up(x.width, MMA_SIZE)) for x in results]
   numbers = [lambda row: row_lse(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
   registers = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
   pipeline = QueryTiles(registers, members.query_range, members, group.head, M)
@@ -249,16 +230,14 @@ def backward_kv(
 
   existing = [clamp(key, 0, (length - 1).maximum(0)) for key in keys]
   stationary = [unit.load(members.keys(x), existing, length.ne(0)) for x in (k, v)]
-  sums = [
-    Sum(unit.zeros(s, sizes(o)[2], group.item), left, len(as_is) + i) for i, (o, left, _, _) in enumerate(results)
-  ]
+  sums = [Sum(unit.zeros(s, x.width, group.item), x.left, len(as_is) + i) for i, x in enumerate(results)]
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
   sums = loop.run(stationary, sums, pipeline.prologue(*(x.acc for x in sums)), *members.axes)
-  stores = []
-  for (o, _, _, scale), total in zip(results, sums, strict=True):
-    stores += unit.store(o, total.acc, scale, None if rules.kv_lengths is None else length)
-  of = "kv" if len(sums) == 2 else "v" if dk is None else "k"
-  return group.kernel(f"attention_backward_{of}_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  stores, of_length = [], None if rules.kv_lengths is None else length
+  for x, total in zip(results, sums, strict=True):
+    stores += unit.store(x.out, total.acc, x.scale, of_length)
+  name = f"_{''.join(sorted(x.name for x in results))}_{tiles.arch}"
+  return group.kernel(inputs.kernel_name(name, rules), stores)
 
 
 @dataclass(frozen=True)

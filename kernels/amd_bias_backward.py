@@ -10,12 +10,12 @@ Not measured: no AMD GPU at hand.
 
 from tinygrad import UOp
 
-from uopattn.dsl import Scope, sizes
+from uopattn.dsl import Scope
 from uopattn.dsl.amd.products import Mma
 from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Kernel, Schedule
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_backward import WaveMma, over_keys
 
@@ -27,40 +27,27 @@ class Tiles(BiasTiles):
 
 
 def backward_bias(
-  dbias: UOp,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
-  first: UOp | None = None,
-  *,
-  work: BiasWork,
-  rules: Rules,
-  tiles: Tiles,
+  dbias: UOp, inputs: BackwardInputs, first: UOp | None = None, *, work: BiasWork, rules: Rules, tiles: Tiles
 ) -> UOp:
   """Build the kernel.
 
   Args:
     dbias: the sums, in `BiasWork.shape`.
-    q, k, v, do, lse, delta: as for `uopattn.kernels.amd_backward.backward_q`.
+    inputs: as for `uopattn.kernels.amd_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s, own = Scope(), tiles.loop
   f = own.fragments
   trips = Trips.of(s, rules, work, own.waves, f.lanes, first)
-  unit = WaveMma(Mma(f, q.dtype, trips.item.lane), trips.group, own, {})
-  loop, pipeline, stationary = over_keys(BiasMainloop, s, unit, trips.rules, trips.key_range, q, k, v, do, lse, delta)
+  unit = WaveMma(Mma(f, inputs.q.dtype, trips.item.lane), trips.group, own, {})
+  loop, pipeline, stationary = over_keys(BiasMainloop, s, unit, trips.rules, trips.key_range, inputs)
   rows = trips.rows(unit)
   total = zeros(s, rows, trips.item.item)
   sums = loop.run(stationary, [total], pipeline.prologue(total.acc), *trips.axes)
-  name = f"attention_backward_bias_{own.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return trips.item.kernel(name, trips.store(dbias, sums[0].acc, rows))
+  return trips.item.kernel(inputs.kernel_name(f"_bias_{own.arch}", rules), trips.store(dbias, sums[0].acc, rows))
 
 
 SCHEDULE = Schedule(

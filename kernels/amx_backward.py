@@ -45,7 +45,7 @@ from uopattn.dsl.cpu.amx_operands import (
 from uopattn.dsl.cpu.gradients import Gradients, load_row_sums, open_blocks
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, Kernel, Schedule
+from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, BackwardInputs, Kernel, Schedule
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,15 @@ class Tiles:
     return of_queries + of_keys + self.block_n * (4 * parts * self.block_m + GROUPS * LANES * (8 + 2 * parts))
 
 
-def backward(
-  dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
-) -> UOp:
+def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel.
 
   Args:
-    dq, dk, dv, lse, delta: as in `cpu_backward`.
-    q, k, v, do: as in `cpu_backward`, in bfloat16, float16 or float32.
+    dq, dk, dv: as in `cpu_backward`.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (_, _, Dk), (kv_heads, _, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
   block_m, block_n, parts = tiles.block_m, tiles.block_n, PARTS[q.dtype]
   s = Scope()
   block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.splits)
@@ -131,8 +128,7 @@ def backward(
   end = loop.end(dk_end)
 
   store = store_rows(s, dq, block.head, block.row, block.end, dq_t.after(end))
-  name = f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return make_kernel(name, outer, store, tile_release(end))
+  return make_kernel(inputs.kernel_name("", rules), outer, store, tile_release(end))
 
 
 def recompute(s: Scope, qk: UOp, dp: UOp, gradients: Gradients, group: UOp) -> tuple[UOp, UOp]:

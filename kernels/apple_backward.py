@@ -36,6 +36,7 @@ from uopattn.dsl.apple.simdgroup import LANES, PAIR, SIZE, Matrix, Simdgroup
 from uopattn.dsl.gpu.backward_mainloop import (
   Elements,
   Factor,
+  KeyGradient,
   Mainloop,
   QueryHeads,
   RowStats,
@@ -48,7 +49,7 @@ from uopattn.dsl.instructions import METAL, Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Schedule, group_of_chosen, passes
 
 
 @dataclass(frozen=True)
@@ -100,32 +101,24 @@ class Tiles:
     return self.row_tiles * (stationary + self.block // SIZE * (2 * PAIR + words) + ceildiv(sums, SIZE) * PAIR)
 
 
-def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradient of the queries.
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16, bfloat16 or float32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
-      them; then the queries of a head are the heads that share a key head.
-    v: (kv_heads, N, Dv), likewise.
-    do: (heads, M, Dv), the gradient of the attention's output.
-    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
-    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, _, Dv), N = sizes(q), sizes(v), rules.N
+  heads, M, Dk = sizes(inputs.q)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, LANES, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
+  unit = SimdgroupRows(Simdgroup(group.lane, inputs.q.dtype), group, tiles)
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
-  loop, stationary = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
+  loop, stationary = over_keys(Mainloop, s, unit, head_rules, key_range, inputs)
   sums = loop.run(stationary, [dq_sum], dq_sum.acc)
-  name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+  return group.kernel(inputs.kernel_name("_q", rules), unit.store(dq, sums[0].acc, rules.scale))
 
 
 def over_keys(
@@ -134,15 +127,10 @@ def over_keys(
   unit: "SimdgroupRows",
   rules: HeadRules,
   key_range: TileRange,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
+  inputs: BackwardInputs,
 ) -> tuple[Mainloop, Any]:
   """The loops and the stationary rows of a threadgroup that keeps queries and streams keys."""
-  (_, M, _), group, tiles = sizes(q), unit.group, unit.tiles
+  (q, k, v, do, lse, delta), M, group, tiles = inputs, sizes(inputs.q)[1], unit.group, unit.tiles
   row_stats = RowStats(METAL, lse, delta, group.head, rules.rules.moves)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -158,12 +146,7 @@ def backward_kv(
   *,
   dk: UOp | None = None,
   dv: UOp | None = None,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
+  inputs: BackwardInputs,
   rules: Rules,
   tiles: Tiles,
 ) -> UOp:
@@ -172,12 +155,11 @@ def backward_kv(
   Args:
     dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
     dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
-    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+    inputs, rules, tiles: as for `backward_q`.
   """
-  (heads, M, Dk), Dv, N = sizes(q), sizes(v)[2], rules.N
-  kv_heads = heads // rules.heads_per_key_head
+  (heads, M, _), (q, k, v, do, lse, delta) = sizes(inputs.q), inputs
   s = Scope()
-  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, LANES)
+  group = Workgroup(s, heads // rules.heads_per_key_head, ceildiv(rules.N, tiles.rows), tiles.warps, LANES)
   members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
 
@@ -191,19 +173,15 @@ def backward_kv(
       rows.append(ScoreRow(query, unit.rows[0], offsets, places, lse_j, -delta_j))
     return rows
 
-  wanted = [(dk, Factor.DS, 0, rules.scale), (dv, Factor.P, 1, 1.0)]
-  results = [(x, left, right, scale) for x, left, right, scale in wanted if x is not None]
-  sums = [Sum(unit.zeros(s, sizes(x)[2], group.item), left, right) for x, left, right, _ in results]
+  results = KeyGradient.of(dk, dv, rules)
+  sums = [Sum(unit.zeros(s, x.width, group.item), x.left, x.right) for x in results]
   queries = tuple(HeadView.of(x, members.head, UOp.const(M)) for x in (q, do))
   pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, members.query_range, queries)
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
   stationary = [members.keys(x) for x in (k, v)]
   sums = loop.run(unit.stationary(stationary), sums, sums[0].acc, *members.axes)
-  stores = []
-  for (x, _, _, scale), total in zip(results, sums, strict=True):
-    stores += unit.store(x, total.acc, scale)
-  of = "kv" if len(results) == 2 else "v" if dk is None else "k"
-  return group.kernel(f"attention_backward_{of}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  stores = [store for x, total in zip(results, sums, strict=True) for store in unit.store(x.out, total.acc, x.scale)]
+  return group.kernel(inputs.kernel_name(f"_{''.join(x.name for x in results)}", rules), stores)
 
 
 def streamed_tiles(

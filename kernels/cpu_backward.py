@@ -43,7 +43,7 @@ from uopattn.dsl.cpu.mainloop import KeyTile, Tile, load_tile
 from uopattn.dsl.cpu.register_blocks import accumulate, zeros
 from uopattn.dsl.rules.head_view import Chosen
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Schedule, group_of_chosen
+from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, BackwardInputs, Kernel, Schedule, group_of_chosen
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ class Tiles:
     return 4 * (rows * self.block_m + (2 if chosen else widen) * (Dk + Dv) * self.block_n)
 
 
-def backward(
-  dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
-) -> UOp:
+def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel.
 
   Args:
@@ -95,16 +93,10 @@ def backward(
     dk: (kv_heads * splits, N, Dk) float32: sums that the caller adds up, over the `tiles.splits` items of each key
       head, to get the gradient of k.
     dv: (kv_heads * splits, N, Dv) float32: sums for the gradient of v, in the form of dk.
-    q: (heads, M, Dk), float32, float16 or bfloat16.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
-    do: (heads, M, Dv), the gradient of the output, in q's dtype.
-    lse: (heads, M) float32, as `cpu_forward` stores it; -inf for a row that sees no key.
-    delta: (heads, M) float32, rowsum(O dO) minus the gradient of lse; any value for a row that sees no key.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (_, _, Dk), (kv_heads, N, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
   block_m, block_n = tiles.block_m, min(tiles.block_n, N)
   s = Scope()
   block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.splits)
@@ -129,7 +121,7 @@ def backward(
   end = loop.end(dv_end, dk_end, dq_end)
 
   store = store_rows(s, dq, block, dq_t.after(end))
-  return make_kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", block.axes, store)
+  return make_kernel(inputs.kernel_name("", rules), block.axes, store)
 
 
 def recompute(

@@ -17,13 +17,13 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Loop, Scope, gated, make_kernel, sizes
+from uopattn.dsl import Loop, Scope, gated, make_kernel
 from uopattn.dsl.cpu.gradients import Block, Gradients, each_score, load_row_sums, load_rows, transpose
 from uopattn.dsl.cpu.mainloop import KeyTile, load_tile
 from uopattn.dsl.rules.bias import BiasWork, Item, Places
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Kernel, Schedule
 from uopattn.dsl.scope import clamp, least
 from uopattn.kernels import cpu_backward
 
@@ -43,30 +43,19 @@ class Tiles(cpu_backward.Tiles):
 
 
 def backward_bias(
-  dbias: UOp,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
-  first: UOp | None = None,
-  *,
-  work: BiasWork,
-  rules: Rules,
-  tiles: Tiles,
+  dbias: UOp, inputs: BackwardInputs, first: UOp | None = None, *, work: BiasWork, rules: Rules, tiles: Tiles
 ) -> UOp:
   """Build the kernel.
 
   Args:
     dbias: the sums, in `BiasWork.shape`.
-    q, k, v, do, lse, delta: as for `uopattn.kernels.cpu_backward.backward`.
+    inputs: as for `uopattn.kernels.cpu_backward.backward`.
     first: (1,) int32, the first query whose gradients are wanted, below M; None is 0.
     work: which gradients of scores are added up.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), (kv_heads, _, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
   s = Scope()
   item = s.axis(work.items, AxisType.THREAD)
   acc = s.assign(s.buffer(tiles.block_n, tiles.block_m), lambda n, m: 0.0, within=(item,))
@@ -89,7 +78,7 @@ def backward_bias(
 
   added = each_score(s, tile.size, k_tile, v_tile, q_t, do_t, tiles, loop.axes, add)
   store = _store(s, dbias, work, item, acc.after(trips.end(loop.end(added))))
-  return make_kernel(f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", (item,), store)
+  return make_kernel(inputs.kernel_name("_bias", rules), (item,), store)
 
 
 def _keys(s: Scope, rules: Rules, block: Block, at: Item, tiles: Tiles) -> tuple[Loop, KeyTile]:

@@ -38,7 +38,16 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, RowStats, ScoreRow, Sum
+from uopattn.dsl.gpu.backward_mainloop import (
+  Elements,
+  Factor,
+  KeyGradient,
+  Mainloop,
+  QueryHeads,
+  RowStats,
+  ScoreRow,
+  Sum,
+)
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline, of_head
@@ -53,7 +62,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Schedule, group_of_chosen, passes
 
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements per step -> an integer of their size
 
@@ -136,35 +145,27 @@ class Tiles:
     return self.row_tiles * (in_registers + self.block + ceildiv(sums, MMA_N) * 4)
 
 
-def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradient of the queries.
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16, bfloat16 or float32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
-      them; then the queries of a head are the heads that share a key head.
-    v: (kv_heads, N, Dv), likewise.
-    do: (heads, M, Dv), the gradient of the attention's output.
-    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
-    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
 
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
-  (heads, M, Dk), (kv_heads, _, Dv), N = sizes(q), sizes(v), rules.N
+  (heads, M, Dk), (_, _, Dv) = inputs.shapes
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, WARP, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
+  unit, streamed = WarpMma.make(s, group, tiles, inputs.q.dtype, Dk, Dv)
   dq_sum = Sum(unit.zeros(Dk, group.item), Factor.DS, 0)
-  loop, ready = over_keys(Mainloop, s, unit, streamed, head_rules, key_range, q, k, v, do, lse, delta)
+  loop, ready = over_keys(Mainloop, s, unit, streamed, head_rules, key_range, inputs)
   sums = loop.run(unit.stationary(ready), [dq_sum], ready)
-  name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+  return group.kernel(inputs.kernel_name("_q", rules), unit.store(dq, sums[0].acc, rules.scale))
 
 
 def over_keys(
@@ -174,19 +175,14 @@ def over_keys(
   streamed: list[SwizzledTiles],
   rules: HeadRules,
   key_range: TileRange,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
+  inputs: BackwardInputs,
   *free: UOp,
 ) -> tuple[Mainloop, UOp]:
   """The loops of a workgroup that keeps queries and streams keys, and when both are in shared memory.
 
   Shared memory is written after `free`.
   """
-  (_, M, _), group, tiles = sizes(q), unit.group, unit.tiles
+  (q, k, v, do, lse, delta), M, group, tiles = inputs, sizes(inputs.q)[1], unit.group, unit.tiles
   row_stats = RowStats(CUDA, lse, delta, group.head, rules.rules.moves)
   keys = [rules.keys(x, kv_head=group.head // rules.rules.heads_per_key_head) for x in (k, v)]
   sources = [(panels, of_head(x, key_range.tile)) for panels, x in zip(streamed, keys, strict=True)]
@@ -204,12 +200,7 @@ def backward_kv(
   *,
   dk: UOp | None = None,
   dv: UOp | None = None,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
+  inputs: BackwardInputs,
   rules: Rules,
   tiles: Tiles,
 ) -> UOp:
@@ -218,15 +209,14 @@ def backward_kv(
   Args:
     dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
     dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
-    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+    inputs, rules, tiles: as for `backward_q`.
 
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
-  (heads, M, Dk), Dv, N = sizes(q), sizes(v)[2], rules.N
-  kv_heads = heads // rules.heads_per_key_head
+  (heads, M, Dk), (_, _, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
   s = Scope()
-  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, WARP)
+  group = Workgroup(s, heads // rules.heads_per_key_head, ceildiv(rules.N, tiles.rows), tiles.warps, WARP)
   members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
 
@@ -235,9 +225,8 @@ def backward_kv(
     queries = queries_of_columns(first, tiles.block, group.lane)
     return score_rows_by_column(unit.rows, queries, [row_stats.of(query, masked) for query in queries])
 
-  wanted = [(dk, Factor.DS, 0, rules.scale), (dv, Factor.P, 1, 1.0)]
-  results = [(x, left, right, scale) for x, left, right, scale in wanted if x is not None]
-  sums = [Sum(unit.zeros(sizes(x)[2], group.item), left, right) for x, left, right, _ in results]
+  results = KeyGradient.of(dk, dv, rules)
+  sums = [Sum(unit.zeros(x.width, group.item), x.left, x.right) for x in results]
   views = [HeadView.of(x, members.head, UOp.const(M)) for x in (q, do)]
   sources = [(panels, of_head(x, members.query_range.tile)) for panels, x in zip(streamed, views, strict=True)]
   pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
@@ -246,11 +235,8 @@ def backward_kv(
   ready = pipeline.prologue(*free, *copies)
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
   sums = loop.run(unit.stationary(ready), sums, ready, *members.axes)
-  stores = []
-  for (x, _, _, scale), total in zip(results, sums, strict=True):
-    stores += unit.store(x, total.acc, scale)
-  of = "kv" if len(results) == 2 else "v" if dk is None else "k"
-  return group.kernel(f"attention_backward_{of}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  stores = [store for x, total in zip(results, sums, strict=True) for store in unit.store(x.out, total.acc, x.scale)]
+  return group.kernel(inputs.kernel_name(f"_{''.join(x.name for x in results)}", rules), stores)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from uopattn.dsl.nvidia.mma_layout import MMA_N, WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Kernel, Schedule
 from uopattn.kernels import cuda_backward
 from uopattn.kernels.cuda_backward import WarpMma, over_keys
 
@@ -49,24 +49,13 @@ def streams_queries(work: BiasWork) -> bool:
 
 
 def backward_bias(
-  dbias: UOp,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
-  first: UOp | None = None,
-  *,
-  work: BiasWork,
-  rules: Rules,
-  tiles: Tiles,
+  dbias: UOp, inputs: BackwardInputs, first: UOp | None = None, *, work: BiasWork, rules: Rules, tiles: Tiles
 ) -> UOp:
   """Build the kernel.
 
   Args:
     dbias: the sums, in `BiasWork.shape`.
-    q, k, v, do, lse, delta: as for `uopattn.kernels.cuda_backward.backward_q`.
+    inputs: as for `uopattn.kernels.cuda_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.
     rules: masks, score mods and scaling.
@@ -75,20 +64,20 @@ def backward_bias(
   Raises:
     ValueError: as for `uopattn.kernels.cuda_backward.backward_q`.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s, own = Scope(), tiles.loop
   trips = Trips.of(s, rules, work, own.warps, WARP, first)
   if streams_queries(work):
-    unit, loop, ready = over_trips(s, trips, own, q, k, v, do, lse, delta)
+    unit, loop, ready = over_trips(s, trips, own, inputs)
     rows = trips.rows(unit)
     total = loop.run_trips(zeros(s, rows, trips.item.item), ready, *trips.axes)
   else:
     free = [UOp.barrier(x) for x in trips.axes]  # memory is in use until all warps are done with a trip
-    unit, streamed = WarpMma.make(s, trips.group, own, q.dtype, Dk, Dv)
+    (_, _, Dk), (_, _, Dv) = inputs.shapes
+    unit, streamed = WarpMma.make(s, trips.group, own, inputs.q.dtype, Dk, Dv)
     rows, ranges = trips.rows(unit), (trips.rules, trips.key_range)
-    loop, ready = over_keys(BiasMainloop, s, unit, streamed, *ranges, q, k, v, do, lse, delta, *free)
+    loop, ready = over_keys(BiasMainloop, s, unit, streamed, *ranges, inputs, *free)
     (total,) = loop.run(unit.stationary(ready), [zeros(s, rows, trips.item.item)], ready, *trips.axes)
-  name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  name = inputs.kernel_name("_bias", rules)
   if (pairs := trips.of_pairs) is None:
     return trips.item.kernel(name, trips.store(dbias, total.acc, rows))
   place, key = pairs
@@ -97,9 +86,10 @@ def backward_bias(
 
 
 def over_trips(
-  s: Scope, trips: Trips, tiles: cuda_backward.Tiles, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp
+  s: Scope, trips: Trips, tiles: cuda_backward.Tiles, inputs: BackwardInputs
 ) -> tuple[WarpMma, BiasMainloop, UOp]:
   """The unit and the loop of a workgroup that streams queries and keys, a tile of both in a trip, and its start."""
+  q, k, v, do, lse, delta = inputs
   unit, streamed = StreamingMma.make(s, trips.group, tiles, q.dtype, sizes(q)[2], sizes(v)[2], tiles.stages)
   rows = (trips.keys(k), trips.keys(v), trips.queries(q), trips.queries(do))
   sources = tuple(zip((*streamed, *unit.panels), rows, strict=True))

@@ -26,7 +26,16 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, gated, sizes, target
-from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, RowStats, ScoreRow, Sum
+from uopattn.dsl.gpu.backward_mainloop import (
+  Elements,
+  Factor,
+  KeyGradient,
+  Mainloop,
+  QueryHeads,
+  RowStats,
+  ScoreRow,
+  Sum,
+)
 from uopattn.dsl.gpu.local_tile import GlobalTile, LocalTile, StreamedTiles
 from uopattn.dsl.gpu.thread_grid import GROUP, MOST_THREADS, ThreadGrid
 from uopattn.dsl.gpu.workgroup import Workgroup
@@ -34,7 +43,7 @@ from uopattn.dsl.instructions import GENERIC, Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen, passes
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Schedule, group_of_chosen, passes
 
 
 @dataclass(frozen=True)
@@ -90,32 +99,24 @@ class Tiles:
     return self.own * (3 * columns + shares + 3) + max(columns, ceildiv(max(Dk, Dv), self.across))
 
 
-def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradient of the queries.
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16, bfloat16 or float32, as far as the device has them.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
-      them; then the queries of a head are the heads that share a key head.
-    v: (kv_heads, N, Dv), likewise.
-    do: (heads, M, Dv), the gradient of the attention's output.
-    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
-    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, _, Dv), N = sizes(q), sizes(v), rules.N
+  heads, M, Dk = sizes(inputs.q)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), 1, tiles.threads, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   unit = ThreadRows.make(s, group, tiles)
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
-  loop, kept = over_keys(Mainloop, s, unit, head_rules, key_range, q, k, v, do, lse, delta)
+  loop, kept = over_keys(Mainloop, s, unit, head_rules, key_range, inputs)
   sums = loop.run(kept, [dq_sum], dq_sum.acc)
-  name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+  return group.kernel(inputs.kernel_name("_q", rules), unit.store(dq, sums[0].acc, rules.scale))
 
 
 def over_keys(
@@ -124,15 +125,10 @@ def over_keys(
   unit: "ThreadRows",
   rules: HeadRules,
   key_range: TileRange,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
+  inputs: BackwardInputs,
 ) -> tuple[Mainloop, Any]:
   """The loops and the stationary rows of a workgroup that keeps queries and streams keys."""
-  (_, M, _), group = sizes(q), unit.group
+  (q, k, v, do, lse, delta), group, M = inputs, unit.group, sizes(inputs.q)[1]
   row_stats = RowStats(GENERIC, lse, delta, group.head, rules.rules.moves)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -144,20 +140,17 @@ def over_keys(
   return kind(s, unit, pipeline, rules, key_range, unit.tiles.block, score_rows), kept
 
 
-def backward_kv(
-  dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
-) -> UOp:
+def backward_kv(dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
 
   Args:
     dk: (kv_heads, N, Dk), the output, in q's dtype.
     dv: (kv_heads, N, Dv), the output.
-    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+    inputs, rules, tiles: as for `backward_q`.
   """
-  (heads, M, Dk), Dv, N = sizes(q), sizes(v)[2], rules.N
-  kv_heads = heads // rules.heads_per_key_head
+  (heads, M, _), (q, k, v, do, lse, delta) = sizes(inputs.q), inputs
   s = Scope()
-  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), 1, tiles.threads)
+  group = Workgroup(s, heads // rules.heads_per_key_head, ceildiv(rules.N, tiles.rows), 1, tiles.threads)
   members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   unit = ThreadRows.make(s, group, tiles)
 
@@ -172,16 +165,15 @@ def backward_kv(
       rows.append(ScoreRow(query, unit.rows[0], range(tiles.own), places, lse_j, -delta_j))
     return rows
 
-  sums = [
-    Sum(unit.zeros(s, width, group.item), left, right) for width, left, right in ((Dk, Factor.DS, 0), (Dv, Factor.P, 1))
-  ]
+  results = KeyGradient.of(dk, dv, rules)
+  sums = [Sum(unit.zeros(s, x.width, group.item), x.left, x.right) for x in results]
   kept, filled = unit.stationary([members.keys(x, dtypes.float) for x in (k, v)])
   sources = [HeadView.of(x, members.head, UOp.const(M), dtypes.float) for x in (q, do)]
   pipeline = unit.streamed(s, members.query_range, sources, filled)
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
   sums = loop.run(kept, sums, sums[0].acc, *members.axes)
-  stores = unit.store(dk, sums[0].acc, rules.scale) + unit.store(dv, sums[1].acc, 1.0)
-  return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  stores = [store for x, total in zip(results, sums, strict=True) for store in unit.store(x.out, total.acc, x.scale)]
+  return group.kernel(inputs.kernel_name("_kv", rules), stores)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ block of queries and streams keys through local memory. That is two of the five 
 
 from tinygrad import UOp
 
-from uopattn.dsl import Scope, sizes, target
+from uopattn.dsl import Scope, target
 from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Kernel, Schedule
 from uopattn.kernels import generic_backward
 from uopattn.kernels.generic_backward import ThreadRows, over_keys
 
@@ -23,39 +23,26 @@ class Tiles(BiasTiles):
 
 
 def backward_bias(
-  dbias: UOp,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
-  first: UOp | None = None,
-  *,
-  work: BiasWork,
-  rules: Rules,
-  tiles: Tiles,
+  dbias: UOp, inputs: BackwardInputs, first: UOp | None = None, *, work: BiasWork, rules: Rules, tiles: Tiles
 ) -> UOp:
   """Build the kernel.
 
   Args:
     dbias: the sums, in `BiasWork.shape`.
-    q, k, v, do, lse, delta: as for `uopattn.kernels.generic_backward.backward_q`.
+    inputs: as for `uopattn.kernels.generic_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   trips = Trips.of(s, rules, work, 1, tiles.loop.threads, first)
   unit = ThreadRows.make(s, trips.group, tiles.loop)
   rows = trips.rows(unit)
   total = zeros(s, rows, trips.item.item)
-  loop, kept = over_keys(BiasMainloop, s, unit, trips.rules, trips.key_range, q, k, v, do, lse, delta)
+  loop, kept = over_keys(BiasMainloop, s, unit, trips.rules, trips.key_range, inputs)
   sums = loop.run(kept, [total], total.acc, *trips.axes)
-  name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return trips.item.kernel(name, trips.store(dbias, sums[0].acc, rows))
+  return trips.item.kernel(inputs.kernel_name("_bias", rules), trips.store(dbias, sums[0].acc, rows))
 
 
 SCHEDULE = Schedule(

@@ -49,7 +49,7 @@ from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16, BackwardInputs, Schedule, passes
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,16 @@ class Tiles:
     return self.block + (sum(sums) + self.block // 2 if of_keys else sums[0])
 
 
-def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradient of the queries.
 
   Args:
-    dq, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_q`, in 16 bits; head sizes are multiples of 8.
+    dq: (heads, M, Dk), the output, in q's dtype.
+    inputs: of 16 bits; head sizes are multiples of 8.
+    rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), (_, _, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
   blocks = ceildiv(M, tiles.rows)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
@@ -132,22 +134,19 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   copies = loop.load_stationary((q, do), group.head, UOp.const(M), group.block, pipe.init())
   sums, done = loop.run([Sum(loop.zeros(Dk, group.item), Factor.DS, 0)], *copies)
   sums = sums_after(sums, done)
-  name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   epilogue = Epilogue(dq, group.head, group.lane)
-  return group.kernel(name, epilogue.store_halves(rows.values(), sums[0].acc, rules.scale))
+  return group.kernel(inputs.kernel_name("_q", rules), epilogue.store_halves(rows.values(), sums[0].acc, rules.scale))
 
 
-def backward_kv(
-  dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
-) -> UOp:
+def backward_kv(dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
 
   Args:
-    dk, dv, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_kv`, in 16 bits; head sizes are multiples of
-      8.
-    tiles: block sizes.
+    dk: (kv_heads, N, Dk), an output, in q's dtype.
+    dv: (kv_heads, N, Dv), an output.
+    inputs, rules, tiles: as for `backward_q`.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (_, M, Dk), (kv_heads, N, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
   members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
@@ -176,10 +175,9 @@ def backward_kv(
   sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0), Sum(loop.zeros(Dv, group.item), Factor.P, 1)]
   added, done = loop.run(sums_after(sums, *members.axes), *members.axes, *copies)
   sums = sums_after(sums, done.end(*members.axes)) if members.axes else sums_after(added, done)
-  name = f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   stores = Epilogue(dk, group.head, group.lane).store_halves(rows.values(), sums[0].acc, rules.scale)
   stores += Epilogue(dv, group.head, group.lane).store_halves(rows.values(), sums[1].acc, 1.0)
-  return group.kernel(name, stores)
+  return group.kernel(inputs.kernel_name("_kv", rules), stores)
 
 
 def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int], UOp]:

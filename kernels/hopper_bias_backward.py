@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.dtype import DType
 
-from uopattn.dsl import Scope, sizes
+from uopattn.dsl import Scope
 from uopattn.dsl.gpu.backward_mainloop import Elements, RowStats, ScoreRow, score_gradients, weights
 from uopattn.dsl.gpu.bias_mainloop import BiasTiles, Trips, add_gradients, zeros
 from uopattn.dsl.gpu.workgroup import Workgroup
@@ -32,7 +32,7 @@ from uopattn.dsl.nvidia.score_gradients import score_rows_by_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.schedule import DTYPES_16, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_16, BackwardInputs, Kernel, Schedule
 from uopattn.kernels import hopper_backward
 from uopattn.kernels.hopper_backward import rows_of
 
@@ -55,30 +55,19 @@ class Tiles(BiasTiles):
 
 
 def backward_bias(
-  dbias: UOp,
-  q: UOp,
-  k: UOp,
-  v: UOp,
-  do: UOp,
-  lse: UOp,
-  delta: UOp,
-  first: UOp | None = None,
-  *,
-  work: BiasWork,
-  rules: Rules,
-  tiles: Tiles,
+  dbias: UOp, inputs: BackwardInputs, first: UOp | None = None, *, work: BiasWork, rules: Rules, tiles: Tiles
 ) -> UOp:
   """Build the kernel.
 
   Args:
     dbias: the sums, in `BiasWork.shape`.
-    q, k, v, do, lse, delta: as for `uopattn.kernels.hopper_backward.backward_q`.
+    inputs: as for `uopattn.kernels.hopper_backward.backward_q`.
     first: (1,) int32, the first query whose gradients are wanted, a multiple of `Tiles.block_m`; None is 0.
     work: which gradients of scores are added up.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (_, _, Dk), (_, _, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
   s, own = Scope(), tiles.loop
   trips = Trips.of(s, rules, work, own.warpgroups * wgmma.WARPS, WARP, first)
   (trip,) = trips.axes
@@ -94,7 +83,7 @@ def backward_bias(
   tile = trips.key_range.tile(trip) * tiles.block_n
   done = loop.add(arrived, tile, trips.key_range.n_full.vmax == 0, acc.after(trip)).end(trip)
   acc = acc.after(pipeline.finish(done, acc.after(done)))
-  name = f"attention_backward_bias_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  name = inputs.kernel_name("_bias", rules)
   if (pairs := trips.of_pairs) is None:
     return trips.item.kernel(name, trips.store(dbias, acc, rows))
   place, key = pairs

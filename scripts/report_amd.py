@@ -134,7 +134,7 @@ def graph(
   own = next(amd.backward(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv"))
   backward_kernel = amd_backward.SCHEDULE.kernels[kernel != "dQ"]
   named = {x.parameter or x.name: place for x, place in zip(backward_kernel.buffers, arguments, strict=True)}
-  return backward_kernel.build(**named, rules=rules, tiles=own), own
+  return backward_kernel.graph(named, rules=rules, tiles=own), own
 
 
 def source(

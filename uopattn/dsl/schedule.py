@@ -1,9 +1,9 @@
 """The `SCHEDULE` that each kernel file declares, and the problem that a schedule is asked to solve."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -13,6 +13,8 @@ from uopattn.dsl.rules.bias import Bias, BiasWork
 from uopattn.dsl.rules.four_bits import columns_in
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.ranges import Range
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.scope import View, sizes
 from uopattn.dsl.target import Target
 
 DTYPES_16 = (dtypes.float16, dtypes.bfloat16)
@@ -195,14 +197,47 @@ PARTIAL_LSE = Buffer("partial_lse", lambda p, _, splits: (p.heads * splits, p.M,
 OF_SPLITS = {x: replace(y, mode="write", parameter=x) for x, y in (("o", PARTIAL_O), ("lse", PARTIAL_LSE))}
 
 
+class BackwardInputs(NamedTuple):
+  """What the kernels of a backward pass read.
+
+  Attributes:
+    q: (heads, M, Dk), in one of the types that the schedule lists.
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where rules find them;
+      then the queries of a head are the heads that share a key head.
+    v: (kv_heads, N, Dv), likewise.
+    do: (heads, M, Dv), the gradient of the attention's output.
+    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row; -inf for a row that sees no key.
+    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp; any value for a row that sees no key.
+  """
+
+  q: UOp
+  k: UOp
+  v: UOp
+  do: UOp
+  lse: UOp
+  delta: UOp
+
+  @property
+  def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(heads, M, Dk) and (kv_heads, N, Dv)."""
+    return sizes(self.q), sizes(self.v)
+
+  def kernel_name(self, kind: str, rules: Rules) -> str:
+    """The name of a kernel of this kind."""
+    (heads, M, Dk), (kv_heads, _, Dv) = self.shapes
+    return f"attention_backward{kind}_{heads}_{kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}"
+
+
 @dataclass(frozen=True)
 class Kernel:
   """A function that builds a kernel's graph on named buffers.
 
   Attributes:
-    build: returns the graph. It takes the buffers that are not unread by name, and the keywords in `params`.
+    build: returns the graph; see `graph`. It takes the buffers that are not unread by name, and the keywords in
+      `params`.
     buffers: the buffers of a call, in order. The Tensors of the arguments follow them.
-    params: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", "scale", the factor on q.k,
+    params: "inputs", the `BackwardInputs` in place of their buffers, "rules", for masks and score functions (see
+      `uopattn.dsl.rules.rules`), "tiles", "scale", the factor on q.k,
       "moves", whether a score_mod or an additive mask changes scores, and "work", what the gradient of a bias adds up
       (see `uopattn.dsl.rules.bias`).
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
@@ -234,14 +269,28 @@ class Kernel:
     return cls(build, (O.written, Q, K, V, LSE.written))
 
   @classmethod
-  def backward(cls, build: Callable[..., UOp], *gradients: Buffer, **kwargs: Any) -> "Kernel":
-    """A backward kernel: build(gradients, q, k, v, do, lse, delta, *, rules, tiles)."""
-    return cls(build, (*(x.written for x in gradients), Q, K, V, DO, LSE, DELTA), **kwargs)
+  def backward(cls, build: Callable[..., UOp], *outputs: Buffer, **kwargs: Any) -> "Kernel":
+    """A backward kernel: build(*outputs, inputs, *, rules, tiles)."""
+    buffers = *(x.written for x in outputs), Q, K, V, DO, LSE, DELTA
+    return cls(build, buffers, ("inputs", "rules", "tiles"), **kwargs)
 
   @classmethod
   def bias(cls, build: Callable[..., UOp]) -> "Kernel":
-    """A kernel of a bias: build(dbias, q, k, v, do, lse, delta, first or None, *, work, rules, tiles)."""
-    return cls(build, (DBIAS.written, Q, K, V, DO, LSE, DELTA, FIRST), ("work", "rules", "tiles"))
+    """A kernel of a bias: build(dbias, inputs, first or None, *, work, rules, tiles)."""
+    buffers = DBIAS.written, Q, K, V, DO, LSE, DELTA, FIRST
+    return cls(build, buffers, ("inputs", "work", "rules", "tiles"))
+
+  def graph(self, buffers: Mapping[str, UOp | View], **params: Any) -> UOp:
+    """Build the graph.
+
+    Args:
+      buffers: those that it reads or writes, by name.
+      params: those of `params` but the inputs.
+    """
+    operands: dict[str, Any] = dict(buffers)
+    if "inputs" in self.params:
+      operands["inputs"] = BackwardInputs(*(operands.pop(name) for name in BackwardInputs._fields))
+    return self.build(**operands, **params)
 
 
 @dataclass(frozen=True)

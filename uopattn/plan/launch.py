@@ -117,7 +117,7 @@ class Launch:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     read_or_written = [(x, place) for x, place in zip(own, places, strict=False) if x.mode != "unread"]
     flat = {x.parameter or x.name: self._flat(x, place) for x, place in read_or_written}
-    kernel = typed(self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.params}))
+    kernel = typed(self.kernel.graph(flat, **{name: wanted[name] for name in self.kernel.params if name in wanted}))
     # A call has all buffers, for its gradients or because other kernels of the pass read them, and CUDA graphs pass
     # every argument. Those that are not read become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
     read = {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM}

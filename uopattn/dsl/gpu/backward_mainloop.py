@@ -126,6 +126,34 @@ class Sum(NamedTuple):
     return self._replace(acc=self.acc.after(*after))
 
 
+class KeyGradient(NamedTuple):
+  """A gradient of the keys or the values, which a kernel for keys computes.
+
+  Attributes:
+    name: "k" or "v".
+    out: (kv_heads, N, D), the output.
+    left, right: the operands of its product, see `Sum`.
+    scale: factor on the sum.
+  """
+
+  name: str
+  out: UOp
+  left: Factor
+  right: int
+  scale: float
+
+  @classmethod
+  def of(cls, dk: UOp | None, dv: UOp | None, rules: Rules) -> "list[KeyGradient]":
+    """Those of a kernel: dS^T Q to dk and P^T dO to dv, None for what another kernel computes."""
+    of_keys = [] if dk is None else [cls("k", dk, Factor.DS, 0, rules.scale)]
+    return of_keys + ([] if dv is None else [cls("v", dv, Factor.P, 1, 1.0)])
+
+  @property
+  def width(self) -> int:
+    """Columns of the gradient."""
+    return sizes(self.out)[2]
+
+
 def sums_after(sums: list[Sum], *after: UOp) -> list[Sum]:
   """The sums once `after` is done."""
   return [x.after(*after) for x in sums]

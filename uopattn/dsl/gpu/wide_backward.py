@@ -27,7 +27,7 @@ from uopattn.dsl.instructions import Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DELTA, DK, DO, DQ, DV, LSE, Buffer, K, Kernel, Problem, Q, V
+from uopattn.dsl.schedule import DK, DO, DQ, DV, BackwardInputs, Buffer, K, Kernel, Problem, Q
 from uopattn.dsl.scope import Scope, sizes
 
 TileOf = Callable[[UOp], tuple[HeadView, UOp]]  # n -> the rows that the n-th tile is copied from, its number among them
@@ -90,28 +90,20 @@ class WideUnit(Protocol):
     """Store sums times a factor to this thread's rows of x, from column `first` on."""
 
 
-def backward_scores(
-  p: UOp, ds: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: WideTiles
-) -> UOp:
+def backward_scores(p: UOp, ds: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: WideTiles) -> UOp:
   """Build the kernel for P and dS.
 
   Args:
     p, ds: (heads, M, N as multiple of `ROW`), the outputs, in q's dtype: P after dropout, and dS without the factor
       `Rules.scale`. For keys that do not exist or are not seen they are 0.
-    q: (heads, M, Dk), float16, bfloat16 or float32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads). With chosen keys, where `rules` finds
-      them; then the queries of a head are the heads that share a key head.
-    v: (kv_heads, N, Dv), likewise.
-    do: (heads, M, Dv), the gradient of the attention's output.
-    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
-    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
     rules: masks, score mods and scaling.
     tiles: block sizes.
 
   Raises:
     ValueError: the tiles are for another type.
   """
-  (heads, M, Dk), (kv_heads, _, Dv), N, s = sizes(q), sizes(v), rules.N, Scope()
+  (heads, M, Dk), (_, _, Dv), N, s = *inputs.shapes, rules.N, Scope()
+  q, k, v, do, lse, delta = inputs
   key_blocks = ceildiv(N, tiles.block)
   whole = tiles.group(s, heads, ceildiv(M, tiles.rows) * key_blocks)
   group, key_block = whole.at(whole.head, whole.block // key_blocks), whole.block % key_blocks
@@ -131,7 +123,7 @@ def backward_scores(
   weight = weights(unit.dialect, head_rules, rows, products, True)
   stores = unit.store_elements(p, dropped(head_rules, rows, weight), first)
   stores += unit.store_elements(ds, score_vjp(head_rules, rows, weight, products, grads), first)
-  return group.kernel(f"attention_backward_scores_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  return group.kernel(inputs.kernel_name("_scores", rules), stores)
 
 
 def backward_q(dq: UOp, k: UOp, ds: UOp, *, rules: Rules, tiles: WideTiles) -> UOp:
@@ -139,7 +131,8 @@ def backward_q(dq: UOp, k: UOp, ds: UOp, *, rules: Rules, tiles: WideTiles) -> U
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    k, rules: as for `backward_scores`.
+    k: (kv_heads, N, Dk), as in `BackwardInputs`.
+    rules: masks, score mods and scaling.
     ds: its output.
     tiles: block sizes; `block` is of keys.
 
@@ -166,7 +159,8 @@ def backward_k(dk: UOp, q: UOp, ds: UOp, *, rules: Rules, tiles: WideTiles) -> U
 
   Args:
     dk: (kv_heads, N, Dk), the output, in q's dtype.
-    q, rules: as for `backward_scores`.
+    q: (heads, M, Dk), as in `BackwardInputs`.
+    rules: masks, score mods and scaling.
     ds: its output.
     tiles: block sizes; `block` is of queries.
 
@@ -207,13 +201,16 @@ def _shape(problem: Problem, tiles: Any, splits: int) -> tuple[int, ...]:
 
 
 def _kernel(build: Callable[..., UOp], gradients: str, *buffers: Buffer) -> Kernel:
-  of_keys = gradients in ("dk", "dv")
-  return Kernel(build, buffers, block=lambda x: (x.rows, x.block), of_keys=of_keys, gradients=gradients)
+  return Kernel(build, buffers, block=_block, of_keys=gradients in ("dk", "dv"), gradients=gradients)
+
+
+def _block(tiles: WideTiles) -> tuple[int, int]:
+  return tiles.rows, tiles.block
 
 
 P, DS = Buffer("p", _shape, scratch=True), Buffer("ds", _shape, scratch=True)
 KERNELS = (
-  _kernel(backward_scores, "scores", P.written, DS.written, Q, K, V, DO, LSE, DELTA),
+  Kernel.backward(backward_scores, P, DS, block=_block, gradients="scores"),
   _kernel(backward_q, "dq", DQ.written, K, DS),
   _kernel(backward_k, "dk", DK.written, Q, DS),
   _kernel(backward_v, "dv", DV.written, DO, P),
