@@ -17,7 +17,7 @@ from uopattn.measure.problem import Problem
 from uopattn.measure.program import Usage
 from uopattn.measure.timing import Runner, captured, on_cpu, poison, repeats, wait
 from uopattn.plan.dispatch import NoKernel, backward_on
-from uopattn.plan.gradient import Residuals, by_kernels
+from uopattn.plan.gradient import GradientCall, Residuals, by_kernels
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import installed_version, thread_count
@@ -82,7 +82,7 @@ def _of_several_devices(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Cal
 
   def compute() -> list[Tensor]:
     operands = {"q": p.q, "k": p.k, "v": p.v}
-    grads = division.gradients([out, lse], operands, [do, None], arguments, "kernel", operands)
+    grads = division.gradients(GradientCall([out, lse], operands, [do, None], arguments, "kernel", operands))
     return [x for x in grads if x is not None]
 
   return compute

@@ -12,7 +12,7 @@ computes chunks i and 2n - 1 - i, which makes the same number of pairs for all (
 If only keys are sharded, every device attends all queries to its own keys, and the results are joined on all devices.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, cast
@@ -23,7 +23,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Residuals, backward_launches, by_kernels, by_reference, of_inputs
+from uopattn.plan.gradient import GradientCall, Residuals, backward_launches, by_kernels, by_reference, of_inputs
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import merged, reference
 from uopattn.plan.sharded import shard_spec
@@ -148,36 +148,21 @@ class ContextParallel:
     out, lse = merged(outs, lses, sinks)
     return out.contiguous(), lse.contiguous()
 
-  def gradients(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
-  ) -> list[Tensor | None]:
-    q, k, v, *others = operands.values()
-    inputs = [[None] * len(self.chunks) if x is None else self._chunks_of(x) for x in (q, *results, *grads)]
-    chunk_gradients = [
-      self._gradients_of(chunk, k, v, arguments, backend, wanted, *x)
-      for chunk, *x in zip(self.chunks, *inputs, strict=True)
-    ]
+  def gradients(self, call: GradientCall) -> list[Tensor | None]:
+    q, k, v, *others = call.operands.values()
+    inputs = [[None] * len(self.chunks) if x is None else self._chunks_of(x) for x in (q, *call.results, *call.grads)]
+    chunk_gradients = [self._gradients_of(call, chunk, *x) for chunk, *x in zip(self.chunks, *inputs, strict=True)]
     of_q, of_keys, of_others = zip(*chunk_gradients, strict=True)
     dq = self._whole(of_q) if self.rows_divided else gradient_of(q, of_q[0], None, summed=True)
     of_steps = list(zip(*of_keys, strict=True))
     dkv = [self._of_keys(x, [[pair[i] for pair in step] for step in of_steps]) for i, x in enumerate((k, v))]
-    named = zip(list(operands)[3:], others, zip(*of_others, strict=True), strict=True)
+    named = zip(list(call.operands)[3:], others, zip(*of_others, strict=True), strict=True)
     return [dq, *dkv, *(None if xs[0] is None else self._of_other(name, whole, xs) for name, whole, xs in named)]
 
   def _gradients_of(
     self,
+    call: GradientCall,
     chunk: Chunk,
-    k: Tensor,
-    v: Tensor,
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
     q: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -188,9 +173,10 @@ class ContextParallel:
 
     Plain ops compute those of all keys and values in one.
     """
+    k, v, arguments = call.operands["k"], call.operands["v"], call.arguments
     qkv = q, gathered(k), gathered(v)
     spec, own = self._spec(chunk, None, arguments, qkv), self._arguments(chunk, None, arguments)
-    launches = [backward_launches(self._spec(chunk, x, arguments), self.devices, backend) for x in self.steps]
+    launches = [backward_launches(self._spec(chunk, x, arguments), self.devices, call.backend) for x in self.steps]
     if None in launches:
       dq, dk, dv, *rest = cast(list[Tensor], by_reference(spec, *qkv, own, (do, dlse)))
       return dq, [(dk, dv)], [*rest]
@@ -201,7 +187,7 @@ class ContextParallel:
       dq, dk, dv = by_kernels(of_step, of_this, self._arguments(chunk, step, arguments))
       of_q.append(dq)
       of_keys.append((dk, dv))
-    return _sum(of_q), of_keys, of_inputs(residuals, own, wanted)
+    return _sum(of_q), of_keys, of_inputs(residuals, own, call.wanted)
 
   def _of_keys(self, x: Tensor, grads: list[list[Tensor]]) -> Tensor:
     """Return the gradient of k or v from those of each step, a list of those of each chunk."""

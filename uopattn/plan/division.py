@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.plan.context_parallel import ROWS, ContextParallel
 from uopattn.plan.forward import has_gradients
-from uopattn.plan.gradient import differentiable, with_differentiable
+from uopattn.plan.gradient import GradientCall, differentiable, with_differentiable
 from uopattn.plan.sharded import Sharded, axes_of
 from uopattn.runtime.function import in_function, needed_arguments
 from uopattn.spec.arguments import Arguments
@@ -32,24 +31,8 @@ class Division(Protocol):
       arguments: of the whole, with the seed of dropout.
     """
 
-  def gradients(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
-  ) -> list[Tensor | None]:
-    """Return the gradients of the operands.
-
-    Args:
-      results: the output and the LSE.
-      operands: q, k, v and what `differentiable` returns.
-      grads: the gradients of the results; None for 0.
-      backend: "kernel" raises an error if no kernels compute the gradient.
-      wanted: the names of operands whose gradients are needed; those of others may be None.
-    """
+  def gradients(self, call: GradientCall) -> list[Tensor | None]:
+    """Return the gradients of the operands of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,21 +67,13 @@ class Empty:
       lse = shard_of(arguments.sinks, self._of_heads).cast(wide).reshape(1, -1, 1).expand(rows)
     return joined(out, self.axis), joined(lse, self.axis)
 
-  def gradients(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
-  ) -> list[Tensor | None]:
+  def gradients(self, call: GradientCall) -> list[Tensor | None]:
     """Return zeros, but for the sinks: each is the LSE of all rows of its head."""
-    gradients: dict[str, Tensor | None] = {name: x.zeros_like() for name, x in operands.items()}
-    if arguments.scales is not None:  # 8-bit keys and values have no gradient
+    gradients: dict[str, Tensor | None] = {name: x.zeros_like() for name, x in call.operands.items()}
+    if call.arguments.scales is not None:  # 8-bit keys and values have no gradient
       gradients |= {"k": None, "v": None}
-    if "sinks" in operands and grads[1] is not None:
-      sinks, grad = operands["sinks"], shard_of(grads[1], self.axis).sum((0, 2))
+    if "sinks" in call.operands and (dlse := call.grads[1]) is not None:
+      sinks, grad = call.operands["sinks"], shard_of(dlse, self.axis).sum((0, 2))
       gradients["sinks"] = gradient_of(sinks, grad.cast(sinks.dtype), self._of_heads, summed=self.axis is not None)
     return list(gradients.values())
 
@@ -132,35 +107,19 @@ def run(
     return results
   operands = {"q": q, "k": k, "v": v} | differentiable(arguments)
   backend = "reference" if launch is None else backend
-  gradients = partial(division.gradients, backend=backend)
-  if in_function():
-    return _with_gradients_in_function(results, operands, gradients, arguments)
-  return with_gradients(results, operands, partial(gradients, arguments=arguments))
+  # tinygrad replaces what a function reads by parameters, in calls, but not in the Tensors that their gradients know.
+  others = {f"argument {i}": x for i, (_, x) in enumerate(arguments.tensors())} if in_function() else {}
 
-
-def _with_gradients_in_function(
-  results: Sequence[Tensor],
-  operands: Mapping[str, Tensor],
-  gradients: Callable[..., Sequence[Tensor | None]],
-  arguments: Arguments,
-) -> tuple[Tensor, ...]:
-  """Return the results with gradients, in which all Tensors of the arguments are those that the call is given.
-
-  tinygrad replaces what a function reads by parameters, in calls, but not in the Tensors that their gradients know.
-  """
-  others = {f"argument {i}": x for i, (_, x) in enumerate(arguments.tensors())}
-
-  def of_call(
-    results: Sequence[Tensor], call_args: dict[str, Tensor], grads: Sequence[Tensor | None], wanted: Collection[str]
+  def gradients(
+    results: Sequence[Tensor], given: dict[str, Tensor], grads: Sequence[Tensor | None], wanted: Collection[str]
   ) -> list[Tensor | None]:
-    own = arguments.with_tensors(call_args[name] for name in others)
-    own = with_differentiable(own, {name: call_args[name] for name in operands})
-    operand_grads = gradients(
-      results, {name: call_args[name] for name in operands}, grads, arguments=own, wanted=wanted
-    )
-    return [*operand_grads, *[None] * len(others)]
+    own, given_operands = arguments, {name: given[name] for name in operands}
+    if others:
+      own = with_differentiable(own.with_tensors(given[name] for name in others), given_operands)
+    call = GradientCall(results, given_operands, grads, own, backend, wanted)
+    return [*division.gradients(call), *[None] * len(others)]
 
-  return with_gradients(results, {**operands, **others}, of_call)
+  return with_gradients(results, {**operands, **others}, gradients)
 
 
 def with_gradients(

@@ -12,7 +12,7 @@ weights P, dropout factors Z (0, or 1 / (1 - p)), output O, LSE L, and dX the gr
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import cast
 
@@ -30,33 +30,43 @@ from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec
 
 
-def gradients_of(
-  spec: AttentionSpec,
-  q: Tensor,
-  k: Tensor,
-  v: Tensor,
-  arguments: Arguments,
-  results: Sequence[Tensor],
-  grads: Sequence[Tensor | None],
-  backend: str,
-  wanted: Collection[str],
-) -> list[Tensor | None]:
-  """Return the gradients of q, k, v and of what `differentiable` lists.
+@dataclass(frozen=True, eq=False)
+class GradientCall:
+  """What the gradients of an attention are computed from.
+
+  Attributes:
+    results: the output and the LSE.
+    operands: q, k, v and what `differentiable` returns, by name.
+    grads: the gradients of the results; None for 0.
+    arguments: with the seed of dropout.
+    backend: if there are no kernels, "kernel" raises an error and "auto" uses the reference.
+    wanted: the names of operands whose gradients are needed; those of others may be None.
+  """
+
+  results: Sequence[Tensor]
+  operands: dict[str, Tensor]
+  grads: Sequence[Tensor | None]
+  arguments: Arguments
+  backend: str
+  wanted: Collection[str]
+
+  @property
+  def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v."""
+    return self.operands["q"], self.operands["k"], self.operands["v"]
+
+
+def gradients_of(spec: AttentionSpec, call: GradientCall) -> list[Tensor | None]:
+  """Return the gradients of the operands of a call on one device.
 
   Those of sinks are tinygrad's own ops. So are those of an additive mask and of the aux that score_mod reads where no
   kernel serves them (`uopattn.plan.bias`), and then store (B, Hq, M, N) scores.
-
-  Args:
-    results: the output and the LSE.
-    grads: their gradients; None for 0.
-    backend: if there are no kernels, "kernel" raises an error and "auto" uses the reference.
-    wanted: the names of the gradients that are needed. Of those that `differentiable` lists, others are None.
   """
-  launches = backward_launches(spec, cast(Devices, q.device), backend)
+  launches = backward_launches(spec, cast(Devices, call.operands["q"].device), call.backend)
   if launches is None:
-    return by_reference(spec, q, k, v, arguments, grads)
-  residuals = Residuals.of(spec, q, k, v, *results, *grads)
-  return [*by_kernels(launches, residuals, arguments), *of_inputs(residuals, arguments, wanted)]
+    return by_reference(spec, *call.qkv, call.arguments, call.grads)
+  residuals = Residuals.of(spec, *call.qkv, *call.results, *call.grads)
+  return [*by_kernels(launches, residuals, call.arguments), *of_inputs(residuals, call.arguments, call.wanted)]
 
 
 def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tuple[Launch, ...] | None:

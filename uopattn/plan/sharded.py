@@ -3,7 +3,6 @@
 Everything runs on shards, see `uopattn.spec.shards`: the kernels, chosen for the shapes of a shard, and the plain ops.
 """
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import gradients_of
+from uopattn.plan.gradient import GradientCall, gradients_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
@@ -111,21 +110,16 @@ class Sharded:
     out, lse = reference(q, k, v, self.shard, own) if launch is None else forward(launch, q, k, v, arguments=own)
     return joined(out, self.axis), joined(lse, self.axis)
 
-  def gradients(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
-  ) -> list[Tensor | None]:
-    axes = [self.axis_of(name, x) for name, x in operands.items()]
-    q, k, v = (shard_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
-    own = [shard_of(x, self.axis) for x in results]
-    of_own = [None if x is None else shard_of(x, self.axis) for x in grads]
-    shard_gradients = gradients_of(self.shard, q, k, v, self.shards_of(arguments), own, of_own, backend, wanted)
-    named = zip(operands.values(), shard_gradients, axes, strict=True)
+  def gradients(self, call: GradientCall) -> list[Tensor | None]:
+    axes = {name: self.axis_of(name, x) for name, x in call.operands.items()}
+    own = replace(
+      call,
+      results=[shard_of(x, self.axis) for x in call.results],
+      operands={name: shard_of(x, axes[name]) for name, x in call.operands.items()},
+      grads=[None if x is None else shard_of(x, self.axis) for x in call.grads],
+      arguments=self.shards_of(call.arguments),
+    )
+    named = zip(call.operands.values(), gradients_of(self.shard, own), axes.values(), strict=True)
     return [x if x is None else gradient_of(whole, x, axis, self.axis is not None) for whole, x, axis in named]
 
 

@@ -8,7 +8,7 @@ two bytes for each pair of them, as the factor of a weight.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, UOp, dtypes
@@ -20,7 +20,7 @@ from uopattn.kernels.choose import count_chosen, count_dtype, list_keys
 from uopattn.plan.chosen_rows import ChosenRows
 from uopattn.plan.dispatch import NoKernel, backward_on, launch_on, stores_scores
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import by_kernels, by_reference, of_inputs, refuse
+from uopattn.plan.gradient import GradientCall, by_kernels, by_reference, of_inputs, refuse
 from uopattn.plan.launch import Launch, empty, run_graph
 from uopattn.plan.reference import reference
 from uopattn.plan.residuals import Residuals, no_further
@@ -72,26 +72,18 @@ class Sparse:
       out, lse = forward(launch, q, k, v, arguments=replace(arguments, indices=self._listed(arguments)))
     return self._by_batches(out), self._by_batches(lse)
 
-  def gradients(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
-  ) -> list[Tensor | None]:
-    ways = [] if backend == "reference" else [self._of_chosen, self._of_all_keys]
+  def gradients(self, call: GradientCall) -> list[Tensor | None]:
+    ways = [] if call.backend == "reference" else [self._of_chosen, self._of_all_keys]
     for way in ways if self.gathers else reversed(ways):
       try:
-        return way(results, operands, grads, arguments, backend, wanted)
+        return way(call)
       except NoKernel as error:
         failure = error
     if ways:
-      refuse(failure, backend)
-    q, k, v = (operands[name] for name in "qkv")
-    of_sequences = [None if x is None else as_sequences(x) for x in grads]
-    dq, *others = by_reference(self.spec, as_sequences(q), k, v, arguments, of_sequences)
+      refuse(failure, call.backend)
+    q, k, v = call.qkv
+    of_sequences = [None if x is None else as_sequences(x) for x in call.grads]
+    dq, *others = by_reference(self.spec, as_sequences(q), k, v, call.arguments, of_sequences)
     return [None if dq is None else self._by_batches(dq), *others]
 
   @property
@@ -106,39 +98,23 @@ class Sparse:
     numbers = batches * heads * self.M * N * count_dtype(s.N).itemsize
     return numbers > MOST_BYTES or 2 * s.N * round_up(s.group, lanes) <= N * s.group
 
-  def _of_chosen(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
-  ) -> list[Tensor | None]:
+  def _of_chosen(self, call: GradientCall) -> list[Tensor | None]:
     """Compute the gradients from the keys that queries have chosen. Raises NoKernel."""
     launches = backward_on(self.spec, self.device) if self._on_cpu else ()
     self.launch()  # where kernels cannot read as many keys as there are, no others can
-    q, k, v = (operands[name] for name in "qkv")
-    out, lse = map(as_sequences, results)
-    seq_grads = [None if x is None else as_sequences(x) for x in grads]
+    (q, k, v), arguments = call.qkv, call.arguments
+    out, lse = map(as_sequences, call.results)
+    seq_grads = [None if x is None else as_sequences(x) for x in call.grads]
     residuals, listed = Residuals.of(self.spec, as_sequences(q), k, v, out, lse, *seq_grads), self._listed(arguments)
     if self._on_cpu:
       dq, dk, dv = by_kernels(launches, residuals, replace(arguments, indices=listed))
     else:
-      dq, dk, dv = ChosenRows(residuals, listed, arguments, self.M, backend).gradients()
-    return [self._by_batches(dq), dk, dv, *of_inputs(residuals, arguments, wanted)]
+      dq, dk, dv = ChosenRows(residuals, listed, arguments, self.M, call.backend).gradients()
+    return [self._by_batches(dq), dk, dv, *of_inputs(residuals, arguments, call.wanted)]
 
-  def _of_all_keys(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-    wanted: Collection[str],
-  ) -> list[Tensor | None]:
+  def _of_all_keys(self, call: GradientCall) -> list[Tensor | None]:
     """Compute the gradients by kernels over all keys, with 0 for those that nobody has chosen. Raises NoKernel."""
-    q, k, v = (operands[name] for name in "qkv")
+    (q, k, v), arguments = call.qkv, call.arguments
     N, top_k, heads = sizes(k)[2], self.spec.N, sizes(self._indices(arguments))[1]
     chosen = new((sizes(k)[0], heads, self.M, N), self.device, count_dtype(top_k))
     (chosen,) = run_graph(count_chosen, self.device, [chosen], self._listed(arguments), no_further, on_cpu=self._on_cpu)
@@ -149,10 +125,10 @@ class Sparse:
     launches = backward_on(spec, self.device)
     if stores_scores(launches):
       raise NoKernel("kernels for these head sizes would store the scores of all keys")
-    out, lse = results
+    out, lse = call.results
     out = out if spec.layout("o") is not None else out.contiguous()
-    residuals = Residuals.of(spec, q, k, v, out, lse.contiguous(), *grads)
-    return [*by_kernels(launches, residuals, own), *of_inputs(residuals, arguments, wanted)]
+    residuals = Residuals.of(spec, q, k, v, out, lse.contiguous(), *call.grads)
+    return [*by_kernels(launches, residuals, own), *of_inputs(residuals, arguments, call.wanted)]
 
   def _over_all_keys(self, arguments: Arguments, chosen: Tensor) -> Arguments:
     """Return the arguments of the same attention over all keys, given how often each query has chosen each of them."""
