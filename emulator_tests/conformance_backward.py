@@ -156,7 +156,6 @@ TABLE: dict[str, BackwardSchedule] = {
     ),
     examples=1,
     barriers=frozenset({"barrier"}),
-    pipelined=lambda arch: tuple(Amd(arch, of_keys, 2, 1, 32, 32) for of_keys in (False, True)),
   ),
   "cuda": BackwardSchedule(
     cuda_backward,
@@ -305,7 +304,7 @@ def wide_tiles(
   tiles = cuda_wide_backward.Tiles(
     warps, row_tiles, least * blocks, stages, in_registers=False, step=step, width=least * widths, turing=turing
   )
-  return (tiles,) * len(wide_backward.GRADIENTS)
+  return (tiles,) * len(wide_backward.KERNELS)
 
 
 def generic_wide_tiles(own: int, lines: int, across: int, block: int, width: int, chunk: int = 16) -> TilePair:
@@ -313,7 +312,7 @@ def generic_wide_tiles(own: int, lines: int, across: int, block: int, width: int
   tiles = generic_wide_backward.Tiles(
     own * lines, 8 * across * block, own, across, width=8 * across * width, chunk=8 * chunk
   )
-  return (tiles,) * len(wide_backward.GRADIENTS)
+  return (tiles,) * len(wide_backward.KERNELS)
 
 
 # Besides the table, as their kernels are others; see test_wide_backward.

@@ -36,7 +36,7 @@ from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl.amd.fragments import MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
 from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
-from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, KeyGradient, Mainloop, Place, QueryHeads, ScoreRow, Sum
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, KeyGradient, Mainloop, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import HIP, Hip
 from uopattn.dsl.packed import ALWAYS, words_of, words_of_all
@@ -45,7 +45,7 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Schedule, group_of_chosen, passes
 
-GRADIENTS = ("dq", "dk_dv", "dk", "dv", "bias")
+KINDS = ("dq", "dk_dv", "dk", "dv", "bias")  # of kernels, by what they compute
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Tiles:
 
   def __post_init__(self) -> None:
     f = self.fragments
-    if self.gradients not in GRADIENTS:
-      raise ValueError(f"Tiles.gradients={self.gradients!r}: must be one of {', '.join(GRADIENTS)}")
+    if self.gradients not in KINDS:
+      raise ValueError(f"Tiles.gradients={self.gradients!r}: must be one of {', '.join(KINDS)}")
     if self.block < 1 or self.block % (least := self.least(f)):
       raise ValueError(f"Tiles.block={self.block}: must be a multiple of {least} on {self.arch}")
     if self.row_tiles < 1:
@@ -176,12 +176,10 @@ def over_keys(
     return row_lse(lse[at].load(), rules.rules), delta[at].load()
 
   def score_rows(tile: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    rows = [(x.query if of_bias else existing(x.query), x) for x in unit.score_rows(tile, row_stats)]
-    return [
-      score_row(rules.rules, query, x.first, x.offsets, x.places, x.lse, x.neg_delta, of_bias)
-      for query, x in rows
-      if x.lse is not None
-    ]
+    rows = unit.score_rows(tile, row_stats)
+    if not of_bias:
+      rows = [row._replace(query=existing(row.query)) for row in rows]
+    return [score_row(rules.rules, row, past_end=of_bias) for row in rows]
 
   pipeline = LdsTiles(registers, key_range)
   loop = kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows)
@@ -225,7 +223,7 @@ def backward_kv(
     for i, key in enumerate(keys):
       for at, offset in zip(unit.places(i), offsets, strict=True):
         stats = lses[first + offset].load(), neg_deltas[first + offset].load()
-        rows.append(score_row(rules, tile + first + offset, key, [0], [at], *stats, masked))
+        rows.append(score_row(rules, ScoreRow(tile + first + offset, key, [0], [at], *stats), masked))
     return rows
 
   existing = [clamp(key, 0, (length - 1).maximum(0)) for key in keys]
@@ -296,8 +294,7 @@ class WaveMma:
   @property
   def rows_of_block(self) -> list[UOp]:
     """This lane's stationary rows within the block."""
-    n, lane = self.tiles.row_tiles, self.group.lane
-    return [(self.group.warp * n + i) * MMA_SIZE + lane % MMA_SIZE for i in range(n)]
+    return self.mma.places(self.group.warp, self.tiles.row_tiles)
 
   @property
   def rows(self) -> list[UOp]:
@@ -381,21 +378,16 @@ def row_lse(lse: UOp, rules: Rules) -> UOp:
   return lse.eq(-inf).where(0.0, lse * unit)
 
 
-def score_row(
-  rules: Rules,
-  query: UOp,
-  first: UOp,
-  offsets: Sequence[int],
-  places: Sequence[Place],
-  lse: UOp,
-  neg_delta: UOp,
-  past_end: bool = False,
-) -> ScoreRow:
-  """The score row of a query with an lse from `row_lse`. With `past_end` it may not exist; its P will be 0."""
-  early = shifts_early(rules)
-  if past_end and query.vmax >= rules.rows:
-    lse = (query < rules.rows).where(lse, -inf if early else inf)
-  return ScoreRow(query, first, offsets, places, None if early else lse, neg_delta, lse if early else None)
+def score_row(rules: Rules, row: ScoreRow, past_end: bool) -> ScoreRow:
+  """A row with an lse from `row_lse`, made its start if it is one.
+
+  With `past_end` the query may not exist; its P will be 0.
+  """
+  lse, early = row.lse, shifts_early(rules)
+  assert lse is not None
+  if past_end and row.query.vmax >= rules.rows:
+    lse = (row.query < rules.rows).where(lse, -inf if early else inf)
+  return row._replace(lse=None, start=lse) if early else row._replace(lse=lse)
 
 
 SCHEDULE = Schedule(

@@ -127,7 +127,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
     q: (heads, M, Dk), float16, bfloat16 or float32, on RDNA4 and CDNA fp8e4m3 or fp8e5m2.
     k, v: keys and values, as `rules` finds them.
-    lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
+    lse: (heads, M), or (heads * splits, M, 2), float32; receives the log-sum-exp of each row, or its `Row.numbers`.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """
@@ -189,8 +189,7 @@ class WaveMma:
   @cached_property
   def places(self) -> list[UOp]:
     """This lane's rows within the block of queries."""
-    m_tiles, lane = self.tiles.m_tiles, self.group.lane
-    return [(self.group.warp * m_tiles + i) * MMA_SIZE + lane % MMA_SIZE for i in range(m_tiles)]
+    return self.mma.places(self.group.warp, self.tiles.m_tiles)
 
   @cached_property
   def rows(self) -> list[UOp]:
@@ -217,10 +216,10 @@ class WaveMma:
   def softmax_row(self, scores: list[UOp], scaling: Scaling, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in an order that suits LLVM."""
     f, m_tiles = self.mma.f, self.tiles.m_tiles
-    m_new = self.mma.row_reduce(fmax, by_turns(fmax, [m_old, *scores], 3))
+    m_new = self.mma.row_reduce(HIP.fmax, by_turns(HIP.fmax, [m_old, *scores], 3))
     if alone(f, m_tiles):
       m_old = HIP.pin(m_old)  # otherwise LLVM loads so much of K ahead that it spills
-    alpha = exp2((m_old - m_new) * scaling.log2)
+    alpha = HIP.exp2((m_old - m_new) * scaling.log2)
     # RDNA3 pairs the difference and the product with others: 9.97 instructions for each matrix instruction, with a
     # factor of its own for each row 10.41 (D=64, float16). Elsewhere it is the other way round: gfx942 5.39 and 5.03.
     # A factor above 1 would make the m_i of a row that has seen no key infinite.
@@ -232,7 +231,7 @@ class WaveMma:
       a = scaling.rising_factor(HIP, m_new)
       minus_m = twins(f, m_new * -a, m_tiles)
       exponents = [x * a + minus_m[i % 2] for i, x in enumerate(scores)]
-    p = [exp2(x) for x in exponents]
+    p = [HIP.exp2(x) for x in exponents]
     # Sums that run in parallel need more registers, which pays only with two tiles of queries.
     l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
     return p, m_new, l_new, alpha
@@ -251,14 +250,13 @@ class WaveMma:
       [UOp.stack(*[old[i, d, e].load() * factors[i][e % 2] for e in range(results)]) for d in range(d_tiles)]
       for i in range(m_tiles)
     ]
-    return self.mma.mma_ab(
-      p, v_tile.after(*stores), acc, scaled
-    )  # V is read only after P is done, for want of registers
+    # V is read only after P is done, for want of registers.
+    return self.mma.mma_ab(p, v_tile.after(*stores), acc, scaled)
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
     l_i = self.mma.row_reduce(UOp.__add__, state.l_i[i].load())
-    finished_row = rules.finished(state.m_i[i].load(), l_i, row, exp2, 2.0**-self.p_scale_log2)
+    finished_row = rules.finished(state.m_i[i].load(), l_i, row, HIP.exp2, 2.0**-self.p_scale_log2)
     factor = finished_row.factor * 2 if self.mma.f.fnuz else finished_row.factor  # values, converted, are half
     stores = self.mma.store_acc(o, head, row, state.acc[i], lambda x: x * factor)
     if lse is not None:
@@ -289,14 +287,6 @@ def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
 def alone(f: Fragments, m_tiles: int) -> bool:
   """Whether this is RDNA4 with one tile of queries per wave."""
   return f.lanes == 32 and not f.repeated and m_tiles == 1
-
-
-def fmax(a: UOp, b: UOp) -> UOp:
-  return HIP.fmax(a, b)
-
-
-def exp2(x: UOp) -> UOp:
-  return HIP.exp2(x)
 
 
 SCHEDULE = Schedule(

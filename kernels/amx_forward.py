@@ -109,10 +109,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype; or (heads splits, M, Dv) float32, the output per split of the keys.
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
     q: (heads, M, Dk), bfloat16, float16 or float32.
     k, v: keys and values, as `rules` finds them.
-    lse: (heads, M), or (heads splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
+    lse: (heads, M), or (heads * splits, M, 2), float32; receives the log-sum-exp of each row, or its `Row.numbers`.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """

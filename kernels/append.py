@@ -153,6 +153,7 @@ def append(
   """Build the kernel.
 
   Args:
+    keys, values: the new keys and values, (B * heads, M, D), and the cache.
     start: maps a sequence to the position of its first new key.
     lengths: maps a sequence to its number of new keys, at most M; those behind them are not written.
     place: where the cache keeps a position.

@@ -42,6 +42,8 @@ from uopattn.dsl.gpu.backward_mainloop import (
   RowStats,
   ScoreRow,
   Sum,
+  rows_of_keys,
+  rows_of_queries,
 )
 from uopattn.dsl.gpu.local_tile import LocalTile, StreamedTiles
 from uopattn.dsl.gpu.workgroup import Workgroup
@@ -131,11 +133,7 @@ def over_keys(
 ) -> tuple[Mainloop, Any]:
   """The loops and the stationary rows of a threadgroup that keeps queries and streams keys."""
   (q, k, v, do, lse, delta), M, group, tiles = inputs, sizes(inputs.q)[1], unit.group, unit.tiles
-  row_stats = RowStats(METAL, lse, delta, group.head, rules.rules.moves)
-
-  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    return unit.score_rows(first, lambda query: row_stats.of(query, True))
-
+  score_rows = rows_of_queries(unit, lse, delta, group.head, rules.rules)
   keys, values = (rules.keys(x, kv_head=group.head // rules.rules.heads_per_key_head) for x in (k, v))
   pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
   loop = kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows)
@@ -165,13 +163,10 @@ def backward_kv(
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     row_stats = RowStats(METAL, lse, delta, members.head, rules.moves)
-    offsets, rows = [i * SIZE for i in range(tiles.row_tiles)], []
-    for j, offset in enumerate(unit.mma.offsets(tiles.block)):
-      query = first + unit.mma.column + offset
-      lse_j, delta_j = row_stats.of(query, masked)
-      places = [(i, j) for i in range(tiles.row_tiles)]
-      rows.append(ScoreRow(query, unit.rows[0], offsets, places, lse_j, -delta_j))
-    return rows
+    queries = [first + unit.mma.column + offset for offset in unit.mma.offsets(tiles.block)]
+    stats, tile_numbers = [row_stats.of(query, masked) for query in queries], range(tiles.row_tiles)
+    offsets = [i * SIZE for i in tile_numbers]
+    return rows_of_keys(unit.rows[0], offsets, queries, stats, lambda n: [(i, n) for i in tile_numbers])
 
   results = KeyGradient.of(dk, dv, rules)
   sums = [Sum(unit.zeros(s, x.width, group.item), x.left, x.right) for x in results]

@@ -69,7 +69,8 @@ class Tiles:
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if self.blocks < 1 or self.slices < 1 or self.warps > 32:
-      raise ValueError(f"Tiles.blocks={self.blocks}, slices={self.slices}: must be at least 1, and 32 by their product")
+      sizes_given = f"Tiles.blocks={self.blocks}, slices={self.slices}"
+      raise ValueError(f"{sizes_given}: each must be at least 1, and their product at most 32")
     if self.itemsize not in (2, 4):
       raise ValueError(f"Tiles.itemsize={self.itemsize}: must be 2 or 4")
 
@@ -129,15 +130,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles, M, Dv)
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, tiles.columns(Dv) // SIZE, PAIR), group.item)
   memory = s.buffer(tiles.elements(Dk, Dv), dtype=q.dtype, space=AddrSpace.LOCAL)
-  pipeline = KeyTiles.make(
-    memory,
-    tiles.block_n,
-    tiles.slices * tiles.columns(Dv),
-    group.thread,
-    tiles.threads,
-    key_range,
-    *(head_rules.keys(x, q.dtype) for x in (k, v)),
-  )
+  columns, (keys, values) = tiles.slices * tiles.columns(Dv), (head_rules.keys(x, q.dtype) for x in (k, v))
+  shape = tiles.block_n, columns, group.thread, tiles.threads
+  pipeline = KeyTiles.make(memory, *shape, key_range, keys, values)
   queries = HeadView.of(q, group.head, UOp.const(M))
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(unit.load(queries) if tiles.in_registers else queries, state)

@@ -35,8 +35,8 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
   Args:
     o: (heads, rows, Dv), the output, float32, float16, bfloat16 or an 8-bit float.
     lse: (heads, rows) float32, or None.
-    partial_o: (heads splits, rows, Dv) float32.
-    partial_lse: (heads splits, rows, 2) float32, the largest logit and the sum of exponentials of each row.
+    partial_o: (heads * splits, rows, Dv) float32.
+    partial_lse: (heads * splits, rows, 2) float32, the largest logit and the sum of exponentials of each row.
     rules: only the sinks are used.
   """
   (heads, rows, Dv), s = sizes(o), Scope()

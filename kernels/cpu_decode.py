@@ -96,10 +96,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, rows, Dv), the output, in q's dtype; or (heads splits, rows, Dv) float32, the output per split of keys.
+    o: (heads, rows, Dv), the output, in q's dtype; or (heads * splits, rows, Dv) float32, that of each split of keys.
     q: (heads, rows, Dk), float32, float16 or bfloat16: the queries of all query heads that share a key head.
     k, v: keys and values, as `rules` finds them.
-    lse: (heads, rows), or (heads splits, rows), float32; receives the log-sum-exp (natural logarithm) of each row.
+    lse: (heads, rows), or (heads * splits, rows, 2), float32; receives the log-sum-exp of each row, or its
+      `Row.numbers`.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """

@@ -47,6 +47,7 @@ from uopattn.dsl.gpu.backward_mainloop import (
   RowStats,
   ScoreRow,
   Sum,
+  rows_of_queries,
 )
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
@@ -183,16 +184,12 @@ def over_keys(
   Shared memory is written after `free`.
   """
   (q, k, v, do, lse, delta), M, group, tiles = inputs, sizes(inputs.q)[1], unit.group, unit.tiles
-  row_stats = RowStats(CUDA, lse, delta, group.head, rules.rules.moves)
+  score_rows = rows_of_queries(unit, lse, delta, group.head, rules.rules)
   keys = [rules.keys(x, kv_head=group.head // rules.rules.heads_per_key_head) for x in (k, v)]
   sources = [(panels, of_head(x, key_range.tile)) for panels, x in zip(streamed, keys, strict=True)]
   pipeline = CpAsyncPipeline(sources, tiles.stages, group.thread, tiles.dialect)
   copies = unit.copy([HeadView.of(x, group.head, UOp.const(M)) for x in (q, do)], *free)
   ready = pipeline.prologue(*free, *copies)
-
-  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    return unit.score_rows(first, lambda query: row_stats.of(query, True))
-
   return kind(s, unit, pipeline, rules, key_range, tiles.block, score_rows), ready
 
 

@@ -10,14 +10,12 @@ Spills of nvcc 13, in bytes: 8 in float32 at D=128 with a causal mask, where an 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from tinygrad import UOp
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl.gpu.backward_mainloop import Elements, RowStats, ScoreRow
+from uopattn.dsl.gpu.backward_mainloop import Elements, rows_of_queries
 from uopattn.dsl.gpu.bias_mainloop import BiasMainloop, BiasTiles, Trips, zeros
-from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma_layout import MMA_N, WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -94,11 +92,7 @@ def over_trips(
   rows = (trips.keys(k), trips.keys(v), trips.queries(q), trips.queries(do))
   sources = tuple(zip((*streamed, *unit.panels), rows, strict=True))
   pipeline = CpAsyncPipeline(sources, tiles.stages, trips.item.thread, tiles.dialect)
-  row_stats = RowStats(CUDA, lse, delta, trips.group.head, trips.rules.rules.moves)
-
-  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    return unit.score_rows(first, lambda query: row_stats.of(query, True))
-
+  score_rows = rows_of_queries(unit, lse, delta, trips.group.head, trips.rules.rules)
   loop = BiasMainloop(s, unit, pipeline, trips.rules, trips.key_range, tiles.block, score_rows)
   return unit, loop, pipeline.start()
 

@@ -25,7 +25,7 @@ from typing import Any
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import Scope, gated, sizes, target
+from uopattn.dsl import Scope, contains, gated, sizes, target
 from uopattn.dsl.gpu.backward_mainloop import (
   Elements,
   Factor,
@@ -35,6 +35,8 @@ from uopattn.dsl.gpu.backward_mainloop import (
   RowStats,
   ScoreRow,
   Sum,
+  rows_of_keys,
+  rows_of_queries,
 )
 from uopattn.dsl.gpu.local_tile import GlobalTile, LocalTile, StreamedTiles
 from uopattn.dsl.gpu.thread_grid import GROUP, MOST_THREADS, ThreadGrid
@@ -66,11 +68,13 @@ class Tiles:
 
   def __post_init__(self) -> None:
     if self.own < 1 or self.rows < 1 or self.rows % self.own:
-      raise ValueError(f"Tiles.rows={self.rows}: must be a multiple of own={self.own}")
+      raise ValueError(f"Tiles.rows={self.rows}: must be a positive multiple of own={self.own}")
     if self.across < 1 or self.block < 1 or self.block % self.across or self.block % GROUP:
       raise ValueError(f"Tiles.block={self.block}: must be a multiple of {GROUP}, and of across={self.across}")
     if self.threads > MOST_THREADS:
-      raise ValueError(f"Tiles: {self.threads} threads, of {MOST_THREADS} that every GPU has")
+      raise ValueError(
+        f"Tiles: {self.threads} threads per workgroup; must be at most {MOST_THREADS}, which every GPU supports"
+      )
 
   @property
   def threads(self) -> int:
@@ -129,11 +133,7 @@ def over_keys(
 ) -> tuple[Mainloop, Any]:
   """The loops and the stationary rows of a workgroup that keeps queries and streams keys."""
   (q, k, v, do, lse, delta), group, M = inputs, unit.group, sizes(inputs.q)[1]
-  row_stats = RowStats(GENERIC, lse, delta, group.head, rules.rules.moves)
-
-  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    return unit.score_rows(first, lambda query: row_stats.of(query, True))
-
+  score_rows = rows_of_queries(unit, lse, delta, group.head, rules.rules)
   kept, filled = unit.stationary([HeadView.of(x, group.head, UOp.const(M), dtypes.float) for x in (q, do)])
   sources = [rules.keys(x, dtypes.float, group.head // rules.rules.heads_per_key_head) for x in (k, v)]
   pipeline = unit.streamed(s, key_range, sources, filled, values_by_columns=True)
@@ -156,14 +156,10 @@ def backward_kv(dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     row_stats = RowStats(GENERIC, lse, delta, members.head, rules.moves)
-    column, offsets = unit.grid.columns(tiles.block)
-    rows = []
-    for j in offsets:
-      query = first + column + j
-      lse_j, delta_j = row_stats.of(query, masked)
-      places = [(i, j) for i in range(tiles.own)]
-      rows.append(ScoreRow(query, unit.rows[0], range(tiles.own), places, lse_j, -delta_j))
-    return rows
+    (column, columns), own = unit.grid.columns(tiles.block), range(tiles.own)
+    queries = [first + column + j for j in columns]
+    stats = [row_stats.of(query, masked) for query in queries]
+    return rows_of_keys(unit.rows[0], own, queries, stats, lambda n: [(i, n) for i in own])
 
   results = KeyGradient.of(dk, dv, rules)
   sums = [Sum(unit.zeros(s, x.width, group.item), x.left, x.right) for x in results]
@@ -264,14 +260,13 @@ class ThreadRows:
 
   def store(self, x: UOp, acc: UOp, factor: float, first: UOp | int = 0) -> list[UOp]:
     """Store a sum times a factor to the rows of x, from column `first` on."""
-    (_, rows, size), stores = sizes(x), []
+    stores = []
     column, offsets = self.grid.columns(sizes(acc)[1] * self.tiles.across)
     for i, row in enumerate(self.rows):
       for j in offsets:
         at = first + column + j
-        inside = row < rows if at.vmax < size else (row < rows) & (at < size)
         value = acc[i, j].load() * factor
-        stores.append(gated(x, inside, self.group.head, row, at).store(value.cast(x.dtype)))
+        stores.append(gated(x, contains(x, row, at), self.group.head, row, at).store(value.cast(x.dtype)))
     return stores
 
 

@@ -1,7 +1,7 @@
 """Forward attention on GPUs without matrix units, by multiply-adds, local memory and barriers alone.
 
-It serves what has no other kernel: OpenCL, WebGPU, Adreno (QCOM), Intel Macs, and old GPUs of AMD and NVIDIA; and on
-their other GPUs what `amd_forward` and `cuda_forward` do not serve.
+It serves what has no other kernel: OpenCL, WebGPU, Adreno (QCOM), Intel Macs, and old GPUs of AMD and NVIDIA; and, on
+newer GPUs of AMD and NVIDIA, what `amd_forward` and `cuda_forward` do not serve.
 
 FlashAttention-2 (Dao, 2023). A workgroup has a block of queries and loops over tiles of keys. Its threads form a grid
 of `block_m / rows` by `across` threads:
@@ -21,14 +21,14 @@ measured.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import Scope, gated, sizes, target
+from uopattn.dsl import Scope, contains, gated, sizes, target
 from uopattn.dsl.gpu.local_tile import GlobalTile, KeyTiles, LocalTile
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.thread_grid import GROUP, MOST_THREADS, ThreadGrid
@@ -60,11 +60,13 @@ class Tiles:
 
   def __post_init__(self) -> None:
     if self.rows < 1 or self.block_m < 1 or self.block_m % self.rows:
-      raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of rows={self.rows}")
+      raise ValueError(f"Tiles.block_m={self.block_m}: must be a positive multiple of rows={self.rows}")
     if self.across < 1 or self.block_n < 1 or self.block_n % self.across or self.block_n % GROUP:
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {GROUP}, and of across={self.across}")
     if self.threads > MOST_THREADS:
-      raise ValueError(f"Tiles: {self.threads} threads, of {MOST_THREADS} that every GPU has")
+      raise ValueError(
+        f"Tiles: {self.threads} threads per workgroup; must be at most {MOST_THREADS}, which every GPU supports"
+      )
 
   @property
   def threads(self) -> int:
@@ -127,9 +129,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, tiles.rows, (tiles.rows, tiles.columns(Dv)), group.item)
   source = HeadView.of(q, group.head, UOp.const(M), dtypes.float)
   queries, filled = unit.grid.stationary(source, group.block * block_m, tiles.in_local)
-  columns, sources = tiles.padded_columns(Dv), [head_rules.keys(x, dtypes.float) for x in (k, v)]
-  pipeline = KeyTiles.make(kv_memory, tiles.block_n, columns, group.thread, tiles.threads, key_range, *sources)
-  pipeline = replace(pipeline, before=tuple(filled))
+  columns, (keys, values) = tiles.padded_columns(Dv), (head_rules.keys(x, dtypes.float) for x in (k, v))
+  shape = tiles.block_n, columns, group.thread, tiles.threads
+  pipeline = KeyTiles.make(kv_memory, *shape, key_range, keys, values, before=filled)
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(queries, state)
   stores = unit.store(o, lse, group.result, state, head_rules)
@@ -212,10 +214,8 @@ class ThreadRows:
     for i, (place, row, l_i) in enumerate(zip(self.places, self.rows, sums, strict=True)):
       finished_row = rules.finished(state.m_i[i].load(), l_i, row, GENERIC.exp2)
       for j in offsets:
-        inside = place < self.M if (first + j).vmax < self.Dv else (place < self.M) & (first + j < self.Dv)
-        stores.append(
-          gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * finished_row.factor).cast(o.dtype))
-        )
+        at, value = gated(o, contains(o, place, first + j), head, place, first + j), state.acc[i, j].load()
+        stores.append(at.store((value * finished_row.factor).cast(o.dtype)))
       if lse is not None:
         stores += store_lse(lse, (place < self.M) & self.grid.share.eq(0), head, place, finished_row.numbers(lse))
     return stores

@@ -7,8 +7,8 @@ serves head sizes at which other backward kernels have no tiles, such as those o
 The threads of a workgroup form a grid of `rows / own` by `across` threads. Each has `own` rows of the results, and a
 share of their columns (`uopattn.dsl.gpu.thread_grid`).
 
-Storage: sums are in registers, a tile of each operand in local memory, in float32. Budget: `Tiles.bytes_of`, of the
-16 KiB that all GPUs have, and `Tiles.registers_of`. A step takes two barriers: behind the tiles and at its end.
+Storage: sums are in registers, a tile of each operand in local memory, in float32: at most 9 KiB of the 16 KiB that all
+GPUs have. A step takes two barriers: behind the tiles and at its end.
 
 Speed on an H200, where others serve, float32, 8 heads, N=2048: 16 TFLOP/s at D=64. AMD, Apple: not measured.
 """
@@ -65,16 +65,6 @@ class Tiles(generic_backward.Tiles):
   def unit(self, s: Scope, group: Workgroup, dtype: DType) -> "WideRows":
     """The threads' part in the products, which are of float32 for any type."""
     return WideRows(ThreadGrid(s, group.thread, self.own, self.across), group, self, {})
-
-  def bytes_of(self, gradients: str) -> int:
-    """Bytes of local memory of a kernel, by its `Kernel.gradients`."""
-    depth, right = (self.chunk, self.block) if gradients == "scores" else (self.block, self.width)
-    return 4 * (LocalTile.size(depth, self.padded_rows) + LocalTile.size(depth, right))
-
-  def registers_of(self, gradients: str) -> int:
-    """Float32 per thread of the sums and of the operands of a step."""
-    columns = (self.block if gradients == "scores" else self.width) // self.across
-    return self.own * columns * (3 if gradients == "scores" else 1) + self.own + columns
 
 
 @dataclass(frozen=True)

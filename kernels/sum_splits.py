@@ -1,4 +1,5 @@
-"""Adds up the float32 sums of dK, or of dV, that the work items of a backward pass on a CPU leave, in the final dtype.
+"""Adds up the float32 sums of dK, or of dV, that work items of a backward pass on a CPU leave, and stores the totals in
+the final dtype.
 
 It runs on the kernels' threads; tinygrad's own ops would run on one. Storage: a work item has `ROWS` rows.
 """
@@ -20,7 +21,7 @@ def add_splits(o: UOp, sums: UOp) -> UOp:
 
   Args:
     o: (heads, N, D), the output, in any dtype.
-    sums: (heads splits, N, D) float32.
+    sums: (heads * splits, N, D) float32.
   """
   (heads, N, D), s = sizes(o), Scope()
   splits, blocks = sizes(sums)[0] // heads, ceildiv(N, ROWS)

@@ -6,7 +6,7 @@ from tinygrad import dtypes
 
 from uopattn.dsl.amd.fragments import Fragments
 from uopattn.dsl.target import Target, lds_limit
-from uopattn.kernels.amd_backward import GRADIENTS, Tiles
+from uopattn.kernels.amd_backward import KINDS, Tiles
 from uopattn.plan.tiles import amd
 
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
@@ -24,7 +24,7 @@ def test_tiles_state_their_laws() -> None:
     with pytest.raises(ValueError, match=message):
       Tiles(*arguments)
   for arch in ARCHES:
-    for gradients in GRADIENTS:
+    for gradients in KINDS:
       tiles = next(amd.backward(problem_of(1, 4096, 4096, 64, 64, dtypes.half), Target("AMD", arch), gradients))
       assert tiles.registers(64, 64) <= (256 if Fragments.of(arch).lanes == 32 else 512)
       assert tiles.lds_bytes(64, 64) <= lds_limit(arch)

@@ -24,6 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_features import FEATURES, arguments, some
 from tinygrad import UOp
+from tinygrad.dtype import AddrSpace
+from tinygrad.uop.ops import Ops
 
 import uopattn.emulator as emulator
 from uopattn.dsl.gpu import wide_backward
@@ -48,6 +50,7 @@ RULES: dict[str, Any] = {
 }
 FEATURED: Shape = (2, 4, 2, 45, 70, 16, 24)
 MACHINES = (CUDA, TURING, CL, AMD, APPLE)
+KINDS = [x.gradients for x in wide_backward.KERNELS]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def spec(D: int, dtype: Any = HALF, **more: Any) -> AttentionSpec:
 def test_which_schedule_serves(device: str, arch: str, dtype: Any, D: int, name: str) -> None:
   found = dispatch_backward(spec(D, dtype), Target(device, arch))
   assert {x.schedule.name for x in found} == {name}
-  assert [x.kernel.gradients for x in found if "wide" in name] in ([], list(wide_backward.GRADIENTS))
+  assert [x.kernel.gradients for x in found if "wide" in name] in ([], KINDS)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_operations_are_counted_once() -> None:
   assert sum(x.estimates().ops for x in found) == pytest.approx(latent.flops * (3 * 576 + 2 * 512) / (576 + 512))
 
 
-@pytest.mark.parametrize("gradients", wide_backward.GRADIENTS)
+@pytest.mark.parametrize("gradients", KINDS)
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90"])
 def test_tiles_fit(arch: str, dtype: Any, gradients: str) -> None:
@@ -252,9 +255,15 @@ def test_tiles_fit(arch: str, dtype: Any, gradients: str) -> None:
   assert found
   for x in found:
     assert x.bytes_of(gradients) <= target.lds
-  for y in generic.wide_backward(problem, Target("CL", ""), gradients):
-    assert y.bytes_of(gradients) <= 16 << 10
-    assert y.registers_of(gradients) <= 160
+
+
+@pytest.mark.parametrize("rows", [8, 2048])
+def test_tiles_fit_without_matrix_units(rows: int) -> None:
+  """In the 16 KiB of local memory that all GPUs have."""
+  for launch in dispatch_backward(replace(spec(576), M=rows, N=rows), Target("WEBGPU", "")):
+    buffers = (u for u in launch.graph().toposort() if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
+    assert launch.schedule.name == "generic_wide_backward"
+    assert 0 < sum(u.max_numel() * u.dtype.itemsize for u in buffers) <= 16 << 10
 
 
 @pytest.mark.parametrize(

@@ -460,7 +460,7 @@ def said(process: subprocess.Popen[str]) -> str:
 @pytest.mark.slow
 def test_a_mistake_across_processes_and_two_at_once(tree: Path, edited: Any, tmp_path: Path) -> None:
   """On an emulated card: who comes second waits for the verdict, and who comes later knows it."""
-  edited("kernels/amd_forward.py", "alpha = exp2((m_old - m_new)", "alpha = exp2((m_old - m_old)")
+  edited("kernels/amd_forward.py", "alpha = HIP.exp2((m_old - m_new)", "alpha = HIP.exp2((m_old - m_old)")
   cache = tmp_path / "cache.db"
   both = [said(x) for x in [started(tree, cache, "EMU::gfx1100") for _ in range(2)]]
   later = said(started(tree, cache, "EMU::gfx1100"))

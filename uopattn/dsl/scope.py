@@ -184,6 +184,12 @@ def gated(x: UOp | View, inside: UOp, *index: UOp) -> UOp:
   return x.base[flat.valid(inside)]
 
 
+def contains(x: Shaped, row: UOp, column: UOp) -> UOp:
+  """Whether x (heads, rows, size) has a row and a column; a column that always exists costs no comparison."""
+  _, rows, size = sizes(x)
+  return row < rows if column.vmax < size else (row < rows) & (column < size)
+
+
 def clamp(x: UOp, low: int, high: int | UOp) -> UOp:
   """Clamp the int x to [low, high].
 

@@ -2,8 +2,9 @@
 
 The bits of an OCP number are a FNUZ number of half its value, with these exceptions: FNUZ has no negative zero and no
 infinities, and its only NaN is 0x80. So four numbers in a word are converted by a few operations on the word. Products
-of converted numbers are a quarter of what they should be, and those of exact weights and converted values half of it,
-powers of two that the kernel puts elsewhere. Nothing is lost but infinities, which fp8e5m2 has: they become NaN.
+of converted numbers are a quarter of what they should be, and products of unconverted weights with converted values are
+half of what they should be, powers of two that the kernel puts elsewhere. Nothing is lost but infinities, which fp8e5m2
+has: they become NaN.
 
 Sources: AMD, "CDNA3" instruction set architecture, 8-bit formats; OCP 8-bit Floating Point Specification 1.0.
 """

@@ -24,7 +24,7 @@ from uopattn.dsl.instructions import HIP
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.quantized import LARGEST
-from uopattn.dsl.scope import View, gated, row_start, sizes
+from uopattn.dsl.scope import View, contains, gated, row_start, sizes
 
 # The `width` elements of A, or of B, that a lane holds for a step, of each part in turn; in 8 bits words of four.
 Operand = list[UOp]
@@ -44,6 +44,10 @@ class Mma:
   f: Fragments
   dtype: DType
   lane: UOp
+
+  def places(self, warp: UOp, tiles: int) -> list[UOp]:
+    """This lane's row of each of the `tiles` tiles of 16 rows that a wave has, among the rows of the workgroup."""
+    return [(warp * tiles + i) * MMA_SIZE + self.lane % MMA_SIZE for i in range(tiles)]
 
   def load(self, rows: HeadView, row: UOp, exists: UOp = ALWAYS) -> list[LoadOperand]:
     """This lane's B operand of each step, of a row; zeros where `exists` is false.
@@ -70,7 +74,9 @@ class Mma:
     return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
 
   def multiply(self, a: Operand, b: Operand, c: UOp | None) -> UOp:
-    """C + A B over one step, or over the steps of `chains`; None is 0. Products of parts are added up by themselves.
+    """C + A B over one step, or over the steps of `chains`.
+
+    If c is None, it counts as 0. Products of parts are summed separately, and C is added last.
 
     tinygrad's renderers lack most products of 8 bits. `uopattn.runtime.amd` renders those whose operands are words.
     """
@@ -269,19 +275,18 @@ class Mma:
 
     Values out of range, infinities too, become the largest finite number.
     """
-    _, M, Dv = sizes(o)
     largest, stores = LARGEST[o.dtype], []
     values = [(x > largest).where(largest, (x < -largest).where(-largest, x)) for x in values]
     for e in range(0, len(values), 4):
       four, start = values[e : e + 4], row_start(o, head, row) + first + e
       word = to_ocp(word_of_bytes(o.dtype, [x * 0.5 for x in four])) if self.f.fnuz else word_of_bytes(o.dtype, four)
       word = HIP.pin(word)
-      if Dv % 4 == 0:
-        inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+      if sizes(o)[2] % 4 == 0:
+        inside = contains(o, row, first + e)
         stores.append(as_type(o, dtypes.uint)[(start // 4).valid(inside)].store(word))
         continue
       for i in range(4):
-        inside = (row < M) & (first + e + i < Dv) if first.vmax + e + i >= Dv else row < M
+        inside = contains(o, row, first + e + i)
         stores.append(as_type(o, dtypes.uchar)[(start + i).valid(inside)].store((word >> 8 * i).cast(dtypes.uchar)))
     return stores
 
@@ -291,7 +296,7 @@ class Pace:
 
   Attributes:
     slows: whether it does so.
-    overlap: the number of the last products that need not be done.
+    overlap: how many of the latest products may still be unfinished.
     done: an element of each product so far.
   """
 
@@ -332,9 +337,7 @@ def word_of_bytes(dtype: DType, elements: Sequence[UOp]) -> UOp:
 
 def store_part(o: UOp | View, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
   """Store one float32 element."""
-  _, M, Dv = sizes(o)
-  inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
-  return gated(o, inside, head, row, column).store(HIP.pin(value))
+  return gated(o, contains(o, row, column), head, row, column).store(HIP.pin(value))
 
 
 def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
@@ -342,11 +345,9 @@ def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[U
 
   All lanes compute the values, also those that store none, because lanes exchange elements to make them.
   """
-  _, M, Dv = sizes(o)
-  width = 2 - Dv % 2
-  stores = []
+  width, stores = 2 - sizes(o)[2] % 2, []
   for e in range(0, len(values), width):
-    inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+    inside = contains(o, row, first + e)
     if width == 1:
       word = HIP.pin(values[e].bitcast(dtypes.ushort).cast(dtypes.uint))
       stores.append(gated(o, inside, head, row, first + e).store(word.cast(dtypes.ushort).bitcast(o.dtype)))

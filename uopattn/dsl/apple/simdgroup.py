@@ -21,12 +21,12 @@ from tinygrad.helpers import round_up
 from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.scope import as_type, gated, sizes
+from uopattn.dsl.scope import as_type, contains, gated
 
 LANES = 32
 SIZE = 8  # rows and columns of a matrix
 PAIR = 2  # elements of a matrix that a lane holds
-OF_ROW = (1, 8)  # by these bits the lanes of a row differ
+OF_ROW = (1, 8)  # bits in which the numbers of a row's lanes differ
 IN_FLIGHT = 8  # right operands that are loaded ahead of their products
 
 Matrix = UOp  # a lane's two elements
@@ -79,12 +79,10 @@ class Simdgroup:
       source = replace(source, x=as_type(source.x, source.x.dtype).after(*after))
     first = [d + self.column for d in range(0, round_up(source.size, SIZE), SIZE)]
 
-    def element(row: UOp, column: UOp) -> UOp:
-      exists = row < source.length
-      inside = exists if column.vmax < source.size else exists & (column < source.size)
-      return inside.where(source.element(row, column, inside), UOp.const(0.0, self.dtype))
+    def pair(row: UOp, column: UOp) -> Matrix:
+      return UOp.stack(*(source.element_or_0(row, column + i, self.dtype) for i in range(PAIR)))
 
-    return [[UOp.stack(*(element(row, column + i) for i in range(PAIR))) for column in first] for row in rows]
+    return [[pair(row, column) for column in first] for row in rows]
 
   def rounded(self, elements: Sequence[UOp]) -> list[Matrix]:
     """This lane's float32 elements of eight rows as left operands."""
@@ -101,14 +99,14 @@ class Simdgroup:
     Returns:
       This lane's elements of the sums.
     """
-    pace = Pace(tile)
+    operands = RightOperands(tile)
     starts = starts or [[UOp.const(0.0, dtypes.float)] * (tile.rows // SIZE * PAIR)] * len(lefts)
     elements_by_left: list[list[UOp]] = [[] for _ in lefts]
     for n in range(0, tile.rows, SIZE):
       sums = [UOp.stack(*x[n // SIZE * PAIR : n // SIZE * PAIR + PAIR]) for x in starts]
       for d in range(0, tile.columns, SIZE):
-        right = pace.load([(n + self.column + i, d + self.row) for i in range(PAIR)])
-        sums = pace.newest = [self.mma(left[d // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
+        right = operands.load([(n + self.column + i, d + self.row) for i in range(PAIR)])
+        sums = operands.newest = [self.mma(left[d // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
       for elements, x in zip(elements_by_left, sums, strict=True):
         elements += [x[i] for i in range(PAIR)]
     return elements_by_left
@@ -121,25 +119,23 @@ class Simdgroup:
     Args:
       starts: for each left operand the matrices that its products, (8, those columns), are added to.
     """
-    pace = Pace(tile)
+    operands = RightOperands(tile)
     products_by_left: list[list[Matrix]] = [[] for _ in lefts]
     for d in range(len(starts[0])):
       sums = [x[d] for x in starts]
       for n in range(0, tile.rows, SIZE):
-        right = pace.load([(n + self.row, column + d * SIZE + self.column + i) for i in range(PAIR)])
-        sums = pace.newest = [self.mma(left[n // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
+        right = operands.load([(n + self.row, column + d * SIZE + self.column + i) for i in range(PAIR)])
+        sums = operands.newest = [self.mma(left[n // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
       for products, x in zip(products_by_left, sums, strict=True):
         products.append(x)
     return products_by_left
 
   def store(self, x: UOp, head: UOp, row: UOp, first: UOp, values: Sequence[UOp]) -> list[UOp]:
     """Store this lane's elements of a row of x (heads, rows, size), columns from `first` on; see `offsets`."""
-    _, rows, size = sizes(x)
     stores = []
     for offset, value in zip(self.offsets(len(values) // PAIR * SIZE), values, strict=True):
       column = first + self.column + offset
-      inside = row < rows if column.vmax < size else (row < rows) & (column < size)
-      stores.append(gated(x, inside, head, row, column).store(value.cast(x.dtype)))
+      stores.append(gated(x, contains(x, row, column), head, row, column).store(value.cast(x.dtype)))
     return stores
 
   def mma(self, a: Matrix, b: Matrix, c: Matrix) -> Matrix:
@@ -147,8 +143,8 @@ class Simdgroup:
     return UOp.wmma(a, b, c, (SIZE, SIZE, SIZE), "METAL", LANES)
 
 
-class Pace:
-  """Loads of right operands from a tile, a few at a time: compilers start all of them at once, in a register each.
+class RightOperands:
+  """Loads right operands from a tile, a few at a time: compilers start all loads at once, in a register each.
 
   Attributes:
     tile: the tile, once what the next loads wait for is done.

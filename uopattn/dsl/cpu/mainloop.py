@@ -175,7 +175,7 @@ class QueryBlock:
 
     Args:
       q: (heads, M, Dk).
-      o: (heads splits, M, Dv).
+      o: (heads * splits, M, Dv).
       per_call: blocks that one call of the kernel processes in turn.
 
     Raises:

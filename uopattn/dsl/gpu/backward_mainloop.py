@@ -101,6 +101,50 @@ class RowStats:
     return (query < sizes(self.lse)[1]).where(lse, float("inf")) if past_end else lse, delta
 
 
+ScoreRows = Callable[[UOp, bool, Any], list[ScoreRow]]
+"""(first row of a tile, whether it may have hidden scores, the tile) -> this lane's score rows."""
+
+
+class RowUnit(Protocol):
+  """A `MatrixUnit` whose stationary rows are queries, a dataclass with the attribute `group`, its workgroup."""
+
+  @property
+  def dialect(self) -> Dialect:
+    """Dialect of its instructions."""
+
+  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
+    """This lane's score rows of the keys from `first` on; `row_stats` maps a query to its lse and delta."""
+
+
+def rows_of_queries(unit: RowUnit, lse: UOp, delta: UOp, head: UOp, rules: Rules) -> ScoreRows:
+  """The score rows of a unit that keeps queries of a head; see `RowStats`."""
+  row_stats = RowStats(unit.dialect, lse, delta, head, rules.moves)
+
+  def score_rows(first: UOp, masked: bool, tile: Any) -> list[ScoreRow]:
+    return unit.score_rows(first, lambda query: row_stats.of(query, True))
+
+  return score_rows
+
+
+def rows_of_keys(
+  key: UOp,
+  offsets: Sequence[int],
+  queries: Sequence[UOp],
+  row_stats: Sequence[tuple[UOp, UOp]],
+  places: Callable[[int], Sequence[Place]],
+) -> list[ScoreRow]:
+  """The score rows of a lane that keeps keys: one for each of its queries.
+
+  Args:
+    key, offsets: the keys are key + offset.
+    queries: its queries of the tile.
+    row_stats: lse and delta of each query.
+    places: maps the number of a query to the places of its scores.
+  """
+  stats = enumerate(zip(queries, row_stats, strict=True))
+  return [ScoreRow(query, key, offsets, places(n), lse, -delta) for n, (query, (lse, delta)) in stats]
+
+
 class Factor(Enum):
   """The left operand of a sum's product."""
 
@@ -203,7 +247,7 @@ class Mainloop:
     rules: the rules of the query head.
     tile_range: the tiles. Tiles are numbered by their position in it.
     block: rows per tile.
-    score_rows: (first row of a tile, whether it may have hidden scores, the tile) -> this lane's score rows.
+    score_rows: this lane's score rows of a tile.
   """
 
   s: Scope
@@ -212,7 +256,7 @@ class Mainloop:
   rules: HeadRules
   tile_range: TileRange
   block: int
-  score_rows: Callable[[UOp, bool, Any], list[ScoreRow]]
+  score_rows: ScoreRows
 
   def run(self, stationary: Any, sums: list[Sum], ready: UOp, *within: UOp) -> list[Sum]:
     """Add all tiles to the sums, inside the axes `within`. The pipeline is started once `ready` is done."""

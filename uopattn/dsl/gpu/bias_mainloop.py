@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import AxisType, Ops
 
-from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, ScoreRow, Sum, score_gradients
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, RowUnit, ScoreRow, Sum, score_gradients
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.rules.bias import BiasWork, Item, Places
 from uopattn.dsl.rules.head_view import HeadView
@@ -36,13 +36,6 @@ class Loops(Protocol):
     """Keys per streamed tile."""
 
 
-class RowUnit(Protocol):
-  """A `MatrixUnit` whose stationary rows are queries, a dataclass with the attribute `group`, its workgroup."""
-
-  def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
-    """This lane's score rows of the keys from `first` on; `row_stats` maps a query to its lse and delta."""
-
-
 @dataclass(frozen=True)
 class BiasTiles:
   """The block sizes of one kernel.
@@ -53,7 +46,7 @@ class BiasTiles:
     splits: work items that share the scores of a tile of elements.
   """
 
-  loop: Any
+  loop: Loops
   splits: int = 1
 
   def __post_init__(self) -> None:
@@ -63,14 +56,12 @@ class BiasTiles:
   @property
   def block_m(self) -> int:
     """Queries per block."""
-    loop: Loops = self.loop
-    return loop.rows
+    return self.loop.rows
 
   @property
   def block_n(self) -> int:
     """Keys per tile."""
-    loop: Loops = self.loop
-    return loop.block
+    return self.loop.block
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +164,7 @@ class Trips:
 
 
 def _count(rules: Rules, work: BiasWork, at: Item, count: UOp) -> UOp:
-  """The number of trips: none if the first one's tile shows that the rules hide the tiles of all.
+  """The number of trips; 0 if the tile of the first trip shows that the rules hide the tiles of every trip.
 
   Tiles of the same distance are all hidden alike, unless rules depend on more than the places of queries and keys. With
   at most one trip, tinygrad would move what comes before the loop into it.

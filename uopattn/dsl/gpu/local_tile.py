@@ -77,10 +77,7 @@ class LocalTile:
       # Neighbouring threads store to neighbouring places.
       row, chunk = (piece % self.rows, piece // self.rows) if self.by_columns else (piece // chunks, piece % chunks)
       for column in (chunk * CHUNK + i for i in range(CHUNK)):
-        inside = first + row < source.length
-        inside = inside if (below := source.has(column)) is None else inside & below
-        value = inside.where(source.element(first + row, column, inside).cast(self.memory.dtype), 0.0)
-        at = self.at(row, column)
+        value, at = source.element_or_0(first + row, column, self.memory.dtype), self.at(row, column)
         exists = start + threads <= self.rows * chunks
         stores.append(self.memory[at if exists else at.valid(piece < self.rows * chunks)].store(value))
     return stores
@@ -106,10 +103,8 @@ class GlobalTile:
 
   def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
     """Load an element (row, column) as float32."""
-    row, column = self.first + place[0], place[1]
-    inside = row < self.source.length
-    inside = inside if (below := self.source.has(column)) is None else inside & below
-    return inside.where(self.source.element(row, column, inside).cast(dtypes.float), 0.0)
+    row, column = place
+    return self.source.element_or_0(self.first + row, column, dtypes.float)
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,11 @@ class KeyTiles:
     key_range: TileRange,
     keys: HeadView,
     values: HeadView,
+    before: Sequence[UOp] = (),
   ) -> "KeyTiles":
     """Place tiles of `block_n` keys, and of their values with room for `columns`, in `memory`."""
-    k = LocalTile(memory, block_n, round_up(keys.size, 8), by_columns=True)
-    return cls(k, LocalTile(memory, block_n, columns), thread, threads, key_range, keys, values)
+    k, v = LocalTile(memory, block_n, round_up(keys.size, 8), by_columns=True), LocalTile(memory, block_n, columns)
+    return cls(k, v, thread, threads, key_range, keys, values, tuple(before))
 
   def acquire(self, n: UOp, *after: UOp) -> tuple[LocalTile, Callable[..., LocalTile]]:
     """Bring the n-th tile of keys; return it, and a function that brings the values.
@@ -201,7 +197,10 @@ class StreamedTiles:
     return [x.after(filled) for x in self.tiles]
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Wait until all threads are done with the n-th tiles, if others of the head may follow; else tinygrad does."""
+    """Wait until all threads are done with the n-th tiles, if more tiles of the same head may follow.
+
+    After the last one, tinygrad adds a barrier itself.
+    """
     return UOp.barrier(*stores) if self.tile_range.may_follow(n) else UOp.group(*stores)
 
   def finish(self, last: UOp, *sums: UOp) -> UOp:

@@ -18,7 +18,7 @@ for the chains; Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial In
 Higher-Precision Computations" (2019).
 
 Low bits are cut off by two shifts. tinygrad takes each `&`, of integers too, for a condition, and searches all code
-before it, which costs a third of a kernel's lowering; the machine code is the same.
+before it, which takes a third of the time to lower a kernel; the machine code is the same.
 """
 
 from tinygrad import UOp, dtypes

@@ -18,9 +18,9 @@ from uopattn.dsl.gpu.local_tile import GlobalTile, LocalTile
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, sizes
 
-Elements = list[list[UOp]]  # of a thread's rows
-GROUP = 8  # that sizes of tiles in local memory are multiples of
-MOST_THREADS = 256  # per workgroup, that every GPU has
+Rows = list[list[UOp]]  # the elements of each of a thread's rows
+GROUP = 8  # sizes of tiles in local memory are multiples of this
+MOST_THREADS = 256  # threads per workgroup that every GPU supports
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ThreadGrid:
     tile = LocalTile.make(self.s, rows, columns, by_columns=True)
     return tile, tile.fill(source, first, self.thread, self.threads)
 
-  def abt(self, left: LocalTile | GlobalTile, right: LocalTile, starts: Elements | None, *after: UOp) -> Elements:
+  def abt(self, left: LocalTile | GlobalTile, right: LocalTile, starts: Rows | None, *after: UOp) -> Rows:
     """Compute left times the transpose of right: this thread's rows of left, and its share of the rows of right.
 
     Args:
@@ -102,7 +102,7 @@ class ThreadGrid:
       sums, [left[self.first + i, k] for i in range(self.rows)], [right[k, first + j] for j in offsets], k
     )
 
-  def keep(self, to: LocalTile, elements: Elements) -> list[UOp]:
+  def keep(self, to: LocalTile, elements: Rows) -> list[UOp]:
     """Store this thread's elements of a matrix to a tile."""
     first, _ = self.columns(to.columns)
     return [

@@ -37,7 +37,7 @@ class TileScheduler:
     Args:
       cached: most heads whose keys fit in the cache together.
       places: workgroups that run at once.
-      persistent: whether that is how many there are.
+      persistent: whether workgroups are persistent; then there are at most `places` of them.
     """
 
     most, least = min(cached, heads), min(heads, ceildiv(places, blocks))  # a work tile for each place

@@ -21,7 +21,15 @@ from tinygrad import UOp
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, RowStats, ScoreRow, dropped, score_vjp, weights
+from uopattn.dsl.gpu.backward_mainloop import (
+  Elements,
+  QueryHeads,
+  ScoreRow,
+  dropped,
+  rows_of_queries,
+  score_vjp,
+  weights,
+)
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import Dialect
 from uopattn.dsl.rules.head_view import HeadView
@@ -32,7 +40,6 @@ from uopattn.dsl.scope import Scope, sizes
 
 TileOf = Callable[[UOp], tuple[HeadView, UOp]]  # n -> the rows that the n-th tile is copied from, its number among them
 ROW = 8  # elements that rows of P and dS are multiples of: at least 16 bytes
-GRADIENTS = "scores", "dq", "dk", "dv"  # `Kernel.gradients`
 
 
 class WideTiles(Protocol):
@@ -118,8 +125,8 @@ def backward_scores(p: UOp, ds: UOp, inputs: BackwardInputs, *, rules: Rules, ti
     keys = head_rules.keys(y, queries.to, group.head // rules.heads_per_key_head)
     pairs.append((chunks(queries, group.block), chunks(keys, key_block), ceildiv(size, tiles.chunk)))
   products, grads = unit.abt(pairs)
-  stats, first = RowStats(unit.dialect, lse, delta, group.head, rules.moves), key_block * tiles.block
-  rows = unit.score_rows(first, lambda query: stats.of(query, True))
+  first = key_block * tiles.block
+  rows = rows_of_queries(unit, lse, delta, group.head, rules)(first, True, None)
   weight = weights(unit.dialect, head_rules, rows, products, True)
   stores = unit.store_elements(p, dropped(head_rules, rows, weight), first)
   stores += unit.store_elements(ds, score_vjp(head_rules, rows, weight, products, grads), first)

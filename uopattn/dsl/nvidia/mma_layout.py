@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import Row, store_lse
-from uopattn.dsl.scope import View, as_type, gated, row_start, sizes
+from uopattn.dsl.scope import View, as_type, contains, gated, row_start, sizes
 
 WARP = 32  # lanes
 MMA_M = 16  # rows of a warp's tile
@@ -155,7 +155,7 @@ class Epilogue:
       words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
       for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
         column = self.first + (d + lane % QUAD) * chunk
-        inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+        inside = contains(out, row, column)
         at = (row_start(out, self.head, row) + column) // width
         for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
           stores.append(flat[(at + w).valid(inside)].store(word))
@@ -163,7 +163,7 @@ class Epilogue:
       flat = as_type(out, dtypes.ulong)
       for d, elements in enumerate(values):
         column = self.first + d * chunk + lane % QUAD * width
-        inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+        inside = contains(out, row, column)
         low, high = (x.bitcast(dtypes.uint).cast(dtypes.ulong) for x in elements)
         at = (row_start(out, self.head, row) + column) // 2
         stores.append(flat[at.valid(inside)].store(low | high << 32))

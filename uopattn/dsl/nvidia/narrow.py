@@ -28,7 +28,7 @@ from uopattn.dsl.nvidia.swizzled import rows_of_tile
 from uopattn.dsl.nvidia.widen import ZERO, crossed, pairs_of
 from uopattn.dsl.rules.four_bits import columns_in
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.scope import Scope, as_type, clamp, gated, least, sizes
+from uopattn.dsl.scope import Scope, as_type, clamp, contains, gated, least, sizes
 
 COPIES = (16, 8, 4)  # bytes that an asynchronous copy moves
 WORD = 4  # bytes
@@ -225,13 +225,12 @@ class NarrowEpilogue(Epilogue):
 
   def store_scaled(self, half: int, row: UOp, acc: UOp, factor: UOp) -> list[UOp]:
     out, per = self.out, 32 // self.bits
-    (_, M, Dv), width = sizes(out), 2 * per
+    (*_, Dv), width = sizes(out), 2 * per
     stores = []
     for block in range(0, acc.shape[0], per):
       first = block * MMA_N + self.lane % QUAD * width
       for i in range(width):
         value = acc[block + i % per, 2 * half + i // per].load() * factor
         column = first if Dv % width == 0 else first + i
-        inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
-        stores.append(gated(out, inside, self.head, row, first + i).store(value.cast(out.dtype)))
+        stores.append(gated(out, contains(out, row, column), self.head, row, first + i).store(value.cast(out.dtype)))
     return stores

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from tinygrad import UOp
 
-from uopattn.dsl.gpu.backward_mainloop import ScoreRow
+from uopattn.dsl.gpu.backward_mainloop import ScoreRow, rows_of_keys
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, QUAD, columns
 
 RowMap = Mapping[tuple[int, int], UOp]  # (tile of 16 rows, half) -> row
@@ -50,8 +50,7 @@ def score_rows_by_column(rows: RowMap, queries: list[UOp], row_stats: list[tuple
     queries: this lane's queries, from `queries_of_columns`.
     row_stats: lse and delta of each query.
   """
-  offsets, score_rows = [i * MMA_M + half * MMA_N for i, half in rows], []
-  for n, (query, (lse, delta)) in enumerate(zip(queries, row_stats, strict=True)):
-    places = [(i, n // 2, 2 * half + n % 2) for i, half in rows]
-    score_rows.append(ScoreRow(query, rows[0, 0], offsets, places, lse, -delta))
-  return score_rows
+  offsets = [i * MMA_M + half * MMA_N for i, half in rows]
+  return rows_of_keys(
+    rows[0, 0], offsets, queries, row_stats, lambda n: [(i, n // 2, 2 * half + n % 2) for i, half in rows]
+  )

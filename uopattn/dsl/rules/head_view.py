@@ -237,6 +237,12 @@ class HeadView:
     stored = self.place(row, d, inside).load()
     return widened(stored, self.x.dtype, self.to) if self.to is not None and self.widens else stored
 
+  def element_or_0(self, row: UOp, column: UOp, dtype: DType) -> UOp:
+    """Load an element as a type; 0 if it does not exist."""
+    inside = row < self.length
+    inside = inside if (has := self.has(column)) is None else inside & has
+    return inside.where(self.element(row, column, inside).cast(dtype), 0.0)
+
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
     start = (self.start if inside is None else self.gated_start)(row)

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.gpu.bias_mainloop import BiasTiles
+from uopattn.dsl.gpu.bias_mainloop import BiasTiles, Loops
 from uopattn.dsl.rules.bias import BiasWork, Places
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
@@ -14,7 +14,7 @@ MOST_BYTES = 256 << 20  # of the sums of all items, for more splits than keep al
 Tiles = TypeVar("Tiles", bound=BiasTiles)
 
 
-def with_splits(kind: type[Tiles], loop: object, problem: Problem, target: Target) -> Tiles:
+def with_splits(kind: type[Tiles], loop: Loops, problem: Problem, target: Target) -> Tiles:
   """The tiles with these block sizes, and splits that keep all multiprocessors busy.
 
   If an item has all tiles of keys of its blocks of queries, each item gets one block: so it can skip tiles.
