@@ -270,17 +270,15 @@ def decode_tiles(arch: str) -> st.SearchStrategy[cpu_decode.Tiles]:
   )
 
 
-def apple_tiles(itemsize: int = 2) -> Callable[[str], st.SearchStrategy[apple_forward.Tiles]]:
-  tiles = st.builds(
+def apple_tiles(arch: str) -> st.SearchStrategy[apple_forward.Tiles]:
+  return st.builds(
     apple_forward.Tiles,
     blocks=st.integers(1, 5),
     m_tiles=st.integers(1, 3),
     block_n=st.integers(1, 4).map(lambda n: n * 8),
     slices=st.integers(1, 3),
     in_registers=st.booleans(),
-    itemsize=st.just(itemsize),
   )
-  return lambda arch: tiles
 
 
 def generic_tiles(arch: str) -> st.SearchStrategy[generic_forward.Tiles]:
@@ -524,7 +522,7 @@ SUBJECTS: dict[str, Subject] = {
     },
     mistakes.APPLE,
     small=lambda arch: apple_forward.Tiles(2, 1, 16),
-    any_tiles=apple_tiles(),
+    any_tiles=apple_tiles,
     head_dims=(1, 8, 15, 24, 33, 40, 80),
     flops=8 * 8 * 8,
     synchronised=lambda arch: (apple_forward.Tiles(4, 1, 16), apple_forward.Tiles(1, 2, 8, 2, in_registers=False)),
@@ -535,8 +533,8 @@ SUBJECTS: dict[str, Subject] = {
     (dtypes.float32,),
     CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 33, 33)},
     mistakes.APPLE,
-    small=lambda arch: apple_forward.Tiles(2, 1, 16, itemsize=4),
-    any_tiles=apple_tiles(4),
+    small=lambda arch: apple_forward.Tiles(2, 1, 16),
+    any_tiles=apple_tiles,
     head_dims=(1, 8, 15, 24, 33, 40),
     conflict_free=(),
     flops=8 * 8 * 8,

@@ -213,11 +213,11 @@ TABLE: dict[str, BackwardSchedule] = {
     apple_backward,
     ("apple9",),
     (HALF, BFLOAT, FLOAT),
-    lambda arch, dtype: (Apple(2, 1, 16, itemsize=dtype.itemsize), Apple(2, 1, 16, False, dtype.itemsize)),
+    lambda arch, dtype: (Apple(2, 1, 16), Apple(2, 1, 16, False)),
     lambda arch, dtype: st.tuples(
       *[
         st.builds(
-          lambda *tiles: Apple(*tiles, dtype.itemsize),
+          Apple,
           *(st.integers(1, 3), st.integers(1, 2), st.sampled_from([8, 16, 24]), st.booleans()),
         )
       ]

@@ -50,8 +50,8 @@ from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, p_scale_of, store_lse
-from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import lds_limit
+from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Tiles:
     scores = self.block_n // MMA_SIZE * results + (1 if f.repeated else self.block_n // f.step) * words
     return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) * f.memory_bits // 32 // (self.waves * f.lanes)
 
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+  def resident(self, problem: Problem, target: Target) -> int:
     """Workgroups that fit on a compute unit at once, as limited by LDS."""
-    return max(1, lds_limit(arch) // self.lds_bytes(Dk, Dv))
+    return max(1, target.lds // self.lds_bytes(problem.Dk, problem.Dv))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:

@@ -63,14 +63,12 @@ class Tiles:
     row_tiles: tiles of 8 stationary rows per simdgroup: queries in `backward_q`, keys in `backward_kv`.
     block: rows per streamed tile, which are the columns of S.
     in_registers: whether the stationary rows stay in registers.
-    itemsize: bytes of an element: 2 or 4.
   """
 
   warps: int
   row_tiles: int
   block: int
   in_registers: bool = True
-  itemsize: int = 2
 
   def __post_init__(self) -> None:
     if self.block < 1 or self.block % SIZE:
@@ -79,8 +77,6 @@ class Tiles:
       raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
-    if self.itemsize not in (2, 4):
-      raise ValueError(f"Tiles.itemsize={self.itemsize}: must be 2 or 4")
 
   @property
   def rows(self) -> int:
@@ -91,14 +87,17 @@ class Tiles:
   def threads(self) -> int:
     return self.warps * LANES
 
-  def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of threadgroup memory: a streamed tile of each matrix."""
+  def shared_bytes(self, Dk: int, Dv: int, itemsize: int) -> int:
+    """Bytes of threadgroup memory: a streamed tile of each matrix, of elements of `itemsize` bytes."""
     widths = round_up(Dk, SIZE), round_up(Dv, SIZE)
-    return self.itemsize * sum(max(LocalTile.size(self.block, x), LocalTile.size(x, self.block)) for x in widths)
+    return itemsize * sum(max(LocalTile.size(self.block, x), LocalTile.size(x, self.block)) for x in widths)
 
-  def registers(self, Dk: int, Dv: int, sums: int) -> int:
-    """32-bit registers per thread of stationary rows, S, dP, P or dS as operands, and `sums` columns of sums."""
-    words = self.itemsize * PAIR // 4  # of a matrix as an operand
+  def registers(self, Dk: int, Dv: int, sums: int, itemsize: int) -> int:
+    """32-bit registers per thread of stationary rows, S, dP, P or dS as operands, and `sums` columns of sums.
+
+    Elements have `itemsize` bytes.
+    """
+    words = itemsize * PAIR // 4  # of a matrix as an operand
     stationary = (ceildiv(Dk, SIZE) + ceildiv(Dv, SIZE)) * words if self.in_registers else words
     return self.row_tiles * (stationary + self.block // SIZE * (2 * PAIR + words) + ceildiv(sums, SIZE) * PAIR)
 

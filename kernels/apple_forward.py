@@ -36,7 +36,8 @@ from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, store_lse
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
 
 # Of a core; source: Turner, "metal-benchmarks" (2023).
 CORE_THREADS = 384  # that have 128 registers
@@ -53,7 +54,6 @@ class Tiles:
     block_n: keys per tile.
     slices: simdgroups that share queries: each computes all scores, and its slice of the columns of O.
     in_registers: whether Q stays in registers; else it is loaded again for each tile of keys.
-    itemsize: bytes of an element of q: 2 or 4.
   """
 
   blocks: int
@@ -61,7 +61,6 @@ class Tiles:
   block_n: int
   slices: int = 1
   in_registers: bool = True
-  itemsize: int = 2
 
   def __post_init__(self) -> None:
     if self.block_n < 1 or self.block_n % SIZE:
@@ -71,8 +70,6 @@ class Tiles:
     if self.blocks < 1 or self.slices < 1 or self.warps > 32:
       sizes_given = f"Tiles.blocks={self.blocks}, slices={self.slices}"
       raise ValueError(f"{sizes_given}: each must be at least 1, and their product at most 32")
-    if self.itemsize not in (2, 4):
-      raise ValueError(f"Tiles.itemsize={self.itemsize}: must be 2 or 4")
 
   @property
   def warps(self) -> int:
@@ -97,18 +94,19 @@ class Tiles:
     keys = LocalTile.size(round_up(Dk, SIZE), self.block_n)
     return max(keys, LocalTile.size(self.block_n, self.slices * self.columns(Dv)))
 
-  def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of threadgroup memory."""
-    return self.itemsize * self.elements(Dk, Dv)
+  def shared_bytes(self, Dk: int, Dv: int, itemsize: int) -> int:
+    """Bytes of threadgroup memory, for elements of `itemsize` bytes."""
+    return itemsize * self.elements(Dk, Dv)
 
-  def registers(self, Dk: int, Dv: int) -> int:
-    """32-bit registers per thread of Q, O, S and P."""
-    q = round_up(Dk, SIZE) * self.itemsize // 16 if self.in_registers else self.itemsize // 2
-    return self.m_tiles * (q + self.columns(Dv) // 4 + self.block_n // 4 + self.block_n * self.itemsize // 16)
+  def registers(self, Dk: int, Dv: int, itemsize: int) -> int:
+    """32-bit registers per thread of Q, O, S and P, for elements of `itemsize` bytes."""
+    q = round_up(Dk, SIZE) * itemsize // 16 if self.in_registers else itemsize // 2
+    return self.m_tiles * (q + self.columns(Dv) // 4 + self.block_n // 4 + self.block_n * itemsize // 16)
 
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+  def resident(self, problem: Problem, target: Target) -> int:
     """Threadgroups that fit on a core at once, as limited by registers and threadgroup memory."""
-    return max(1, min(CORE_THREADS // (self.warps * LANES), CORE_BYTES // self.shared_bytes(Dk, Dv)))
+    shared = self.shared_bytes(problem.Dk, problem.Dv, problem.dtype.itemsize)
+    return max(1, min(CORE_THREADS // self.threads, CORE_BYTES // shared))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:

@@ -56,7 +56,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import Target, lds_limit
+from uopattn.dsl.target import Target
 
 WORDS = 4  # 32-bit words of a left operand per lane
 
@@ -167,9 +167,9 @@ class Tiles:
     panels = {x.memory: x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)}
     return sum(panels.values()) + 4 * (self.p_words + self.row_words)
 
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+  def resident(self, problem: Problem, target: Target) -> int:
     """Workgroups that fit on a multiprocessor at once, as limited by shared memory."""
-    return max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
+    return max(1, target.lds // self.shared_bytes(problem.Dk, problem.Dv))
 
   def registers(self, Dv: int) -> int:
     """32-bit registers per lane for O, S, and one step of Q and of K."""

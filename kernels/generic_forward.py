@@ -37,7 +37,8 @@ from uopattn.dsl.instructions import GENERIC
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, store_lse
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Tiles:
     keys = self.block_n // self.across
     return self.rows * (self.columns(Dv) + 2 * keys + 3) + max(keys, self.columns(Dv))
 
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+  def resident(self, problem: Problem, target: Target) -> int:
     """Workgroups that fit on a compute unit at once: a guess, as its memory is unknown."""
     return 2
 

@@ -62,7 +62,7 @@ class SharedRows:
     """Columns of O that a warpgroup has: whole panels."""
     return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
 
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+  def resident(self, problem: Problem, target: Target) -> int:
     """Workgroups per multiprocessor at once: two would need more registers than there are."""
     return 1
 

@@ -141,7 +141,7 @@ def small_cuda(arch: str, dtype: DType) -> cuda_backward.Tiles:
 
 
 def small_apple(arch: str, dtype: DType) -> apple_backward.Tiles:
-  return apple_backward.Tiles(2, 1, 16, itemsize=dtype.itemsize)
+  return apple_backward.Tiles(2, 1, 16)
 
 
 def small_amd(arch: str, dtype: DType) -> amd_backward.Tiles:

@@ -72,8 +72,12 @@ def test_which_schedule_serves(device: str, arch: str, D: int, name: str) -> Non
   found = launches(device, arch, D)
   assert [x.schedule.name for x in found] == [name] * (3 if name.endswith("separate") else 2)
   for launch in found:
-    sizes = launch.tiles.lds_bytes(D, D) if device == "AMD" else launch.tiles.shared_bytes(D, D)
-    assert sizes <= Target(device, arch).lds
+    count = {
+      "AMD": lambda tiles: tiles.lds_bytes(D, D),
+      "METAL": lambda tiles: tiles.shared_bytes(D, D, HALF.itemsize),
+      "CUDA": lambda tiles: tiles.shared_bytes(D, D),
+    }[device]
+    assert count(launch.tiles) <= Target(device, arch).lds
 
 
 def test_no_tiles() -> None:

@@ -26,16 +26,16 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   """Yield tiles that fit: with all columns of O per simdgroup, with two tiles of queries, with many keys first.
 
   Raises:
-    ValueError: the GPU has no matrix instructions; the head sizes are too large even for the smallest tile.
+    ValueError: the head sizes are too large even for the smallest tile.
   """
   M, N, itemsize = problem.M, problem.N, problem.dtype.itemsize
   candidates = [
-    Forward(min(WARPS, ceildiv(M, m_tiles * SIZE)), m_tiles, min(block_n, round_up(N, SIZE)), *held, itemsize)
+    Forward(min(WARPS, ceildiv(M, m_tiles * SIZE)), m_tiles, min(block_n, round_up(N, SIZE)), *held)
     for held in ((1, True), (2, True), (2, False), (4, False))  # slices, and whether Q is in registers
     for m_tiles in ((2, 1) if M > SIZE else (1,))
     for block_n in BLOCKS
   ]
-  return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv), problem, target)
+  return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv, itemsize), problem, target)
 
 
 def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backward]:
@@ -48,20 +48,14 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
     ValueError: as `forward`.
   """
   rows, others = (problem.M, problem.N) if gradients == "dq" else (problem.N, problem.M)
-  sums = sum(problem.Dv if x == "dv" else problem.Dk for x in gradients.split("_"))
+  sums, itemsize = sum(problem.Dv if x == "dv" else problem.Dk for x in gradients.split("_")), problem.dtype.itemsize
   candidates = [
-    Backward(
-      min(WARPS, ceildiv(rows, row_tiles * SIZE)),
-      row_tiles,
-      min(block, round_up(others, SIZE)),
-      in_registers,
-      problem.dtype.itemsize,
-    )
+    Backward(min(WARPS, ceildiv(rows, row_tiles * SIZE)), row_tiles, min(block, round_up(others, SIZE)), in_registers)
     for in_registers in (True, False)
     for row_tiles in ((2, 1) if rows > SIZE else (1,))
     for block in BLOCKS
   ]
-  return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv, sums), problem, target)
+  return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv, sums, itemsize), problem, target)
 
 
 def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
@@ -69,29 +63,27 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   p, itemsize = problem, problem.dtype.itemsize
   assert p.bias is not None
   if p.bias.places is Places.DISTANCES:
-    candidates = [Backward(block // SIZE, 1, block, kept, itemsize) for kept in (True, False) for block in BLOCKS]
+    candidates = [Backward(block // SIZE, 1, block, kept) for kept in (True, False) for block in BLOCKS]
   else:
     shapes = [(m, block) for m in ((2, 1) if p.M > SIZE else (1,)) for block in BLOCKS]
     candidates = [
-      Backward(min(WARPS, ceildiv(p.M, m * SIZE)), m, min(block, round_up(p.N, SIZE)), kept, itemsize)
+      Backward(min(WARPS, ceildiv(p.M, m * SIZE)), m, min(block, round_up(p.N, SIZE)), kept)
       for kept in (True, False)
       for m, block in shapes
     ]
-  loop = next(_fitting(candidates, lambda x: x.registers(p.Dk, p.Dv, x.block), p, target))
+  loop = next(_fitting(candidates, lambda x: x.registers(p.Dk, p.Dv, x.block, itemsize), p, target))
   yield with_splits(BiasBackward, loop, p, target)
 
 
 def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:
   """Yield the candidates that fit, the last of which is the smallest tile. Raises ValueError; see `forward`."""
-  if not target.arch.startswith("Apple") or int(target.arch.removeprefix("Apple")) < 7:
-    raise ValueError(f"{target.arch} has no matrix instructions: must be Apple7 or newer")
-  Dk, Dv, fits = problem.Dk, problem.Dv, False
+  sizes, fits = (problem.Dk, problem.Dv, problem.dtype.itemsize), False
   for x in candidates:
-    if registers(x) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
+    if registers(x) <= REGISTERS and x.shared_bytes(*sizes) <= target.lds:
       fits = True
       yield x
   if not fits:
     raise ValueError(
-      f"head sizes {Dk} and {Dv}: the smallest tile needs {registers(x)} registers a thread, of {REGISTERS}, and "
-      f"{x.shared_bytes(Dk, Dv)} bytes of threadgroup memory, of {target.lds}"
+      f"head sizes {problem.Dk} and {problem.Dv}: the smallest tile needs {registers(x)} registers a thread, "
+      f"of {REGISTERS}, and {x.shared_bytes(*sizes)} bytes of threadgroup memory, of {target.lds}"
     )

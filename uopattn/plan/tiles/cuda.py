@@ -99,7 +99,7 @@ def _first_fitting(in_order: Sequence[Forward], problem: Problem, target: Target
       continue
     if x.warps > WARPS and problem.heads * ceildiv(M, x.block_m) < target.multiprocessors:
       continue
-    if M <= STREAMING or x.warps * x.resident(Dk, Dv, target.arch) >= BUSY:
+    if M <= STREAMING or x.warps * x.resident(problem, target) >= BUSY:
       return x
     idle = idle or x
   if idle is not None:
