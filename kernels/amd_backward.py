@@ -136,6 +136,9 @@ def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -
     dq: (heads, M, Dk), the output, in q's dtype.
     rules: masks, score mods and scaling.
     tiles: block sizes.
+
+  Raises:
+    ValueError: `Tiles.bits` is for elements of another size.
   """
   (heads, M, Dk), f = sizes(inputs.q), tiles.fragments
   s = Scope()
@@ -201,6 +204,9 @@ def backward_kv(
     dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
     dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
     inputs, rules, tiles: as for `backward_q`.
+
+  Raises:
+    ValueError: as for `backward_q`.
   """
   (heads, M, _), N, f, (q, k, v, do, lse, delta) = sizes(inputs.q), rules.N, tiles.fragments, inputs
   s = Scope()

@@ -38,6 +38,9 @@ def backward_bias(
     work: which gradients of scores are added up.
     rules: masks, score mods and scaling.
     tiles: block sizes.
+
+  Raises:
+    ValueError: as for `uopattn.kernels.amd_backward.backward_q`.
   """
   s, own = Scope(), tiles.loop
   f = own.fragments

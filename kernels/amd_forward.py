@@ -130,6 +130,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     lse: (heads, M), or (heads * splits, M, 2), float32; receives the log-sum-exp of each row, or its `Row.numbers`.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
+
+  Raises:
+    ValueError: `Tiles.bits` is for elements of another size.
   """
   (heads, M, Dk), (results, _, Dv), f = sizes(q), sizes(o), tiles.fragments
   if f.fnuz:  # q.k of converted numbers is a quarter

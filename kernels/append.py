@@ -32,8 +32,8 @@ from uopattn.dsl.rules.quantized import LARGEST, FourBits, bfloat16_bits, read_f
 from uopattn.dsl.scope import View, row_start
 
 LANES, ROWS = 32, 64
-LARGEST_IN_FOUR: dict[DType, float] = {x: n * LARGEST_SCALE for x, n in LARGEST_NUMBER.items()}
-MAX_STORED: dict[DType, float] = {dtypes.int8: 127.0, **LARGEST, **LARGEST_IN_FOUR}
+MAX_STORED: dict[DType, float] = {dtypes.int8: 127.0, **LARGEST}
+MAX_STORED |= {x: n * LARGEST_SCALE for x, n in LARGEST_NUMBER.items()}
 LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 INFINITY = 0x7F800000  # the bits of a float32
 WORDS = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}

@@ -1,5 +1,7 @@
 """tinygrad's own tensor-core matrix product, for every instruction that each target's renderer offers."""
 
+import re
+
 import numpy as np
 import pytest
 from emulator_kernels import ARCHES, kernel, launch, threads
@@ -79,11 +81,25 @@ def test_every_offered_core_is_tried():
   assert {(c.dims, c.dtype_in, c.dtype_out) for c in cores} == tried
 
 
-@pytest.mark.parametrize("core", tc.amd_rdna3[:1] + tc.amd_rdna4[:1] + tc.amd_cdna4 + tc.cuda_sm89, ids=str)
-def test_fragments_cover_each_matrix_once(core):
+@pytest.mark.parametrize(
+  ("arch", "core"),
+  [
+    (arch, core)
+    for arch, cores in {
+      "gfx1100": tc.amd_rdna3[:1],
+      "gfx1201": tc.amd_rdna4[:1],
+      "gfx950": tc.amd_cdna4,
+      "sm_89": tc.cuda_sm89,
+      "Apple9": tc.metal[:1],
+    }.items()
+    for core in cores
+  ],
+  ids=str,
+)
+def test_fragments_cover_each_matrix_once(arch, core):
   n, m, k = core.dims
-  device = "AMD" if n == 16 else "CUDA"
-  frags = wmma.fragments(core.dims, core.dtype_in, device, core.threads, core.elements_per_thread[0])
+  frags = wmma.fragments(arch, core.dims, core.dtype_in)
+  assert (frags.lanes, frags.elements) == (core.threads, core.elements_per_thread)
   lane, e = np.divmod(np.arange(core.threads * core.elements_per_thread[2]), core.elements_per_thread[2])
   assert sorted(zip(*(x.tolist() for x in frags.c(lane, e)), strict=True)) == [
     (i, j) for i in range(m) for j in range(n)
@@ -96,17 +112,47 @@ def test_fragments_cover_each_matrix_once(core):
     assert core.threads * count == len(places) * (2 if frags.repeated else 1)
 
 
-@pytest.mark.parametrize(("arch", "lanes", "k"), [("gfx1100", 32, 16), ("gfx942", 64, 128)])
-def test_products_of_8_bits_that_a_target_lacks_are_named(arch, lanes, k):
+def product(dims, dtype, vendor, lanes, elements):
+  """A kernel of one matrix instruction, whose operands have so many elements per lane."""
+
   def body(o):
     t = threads(lanes)
-    a = UOp.stack(*[UOp.const(0, dtypes.uint) + t.cast(dtypes.uint) for _ in range(k * 4 // lanes)])
-    zero = UOp.const((0.0,) * (256 // lanes), dtypes.float)
-    product = UOp(Ops.WMMA, src=(a, a, zero), arg=((16, 16, k), dtypes.fp8e4m3, "AMD", lanes, None))
-    return kernel("lacking", [o[t].store(product[0])], t)
+    words = UOp.stack(*[t.cast(dtypes.uint) for _ in range(elements * dtype.itemsize // 4)])
+    zero = UOp.const((0.0,) * (dims[0] * dims[1] // lanes), dtypes.float)
+    result = UOp(Ops.WMMA, src=(words, words, zero), arg=(dims, dtype, vendor, lanes, None))
+    return kernel("lacking", [o[t].store(result[0])], t)
 
-  with pytest.raises(emulator.UnknownInstruction, match=rf"the matrix instruction '{arch} \(16, 16, {k}\)"):
-    launch(body, np.zeros(lanes, np.float32), arch=arch)
+  return body
+
+
+@pytest.mark.parametrize(
+  ("arch", "dims", "dtype", "elements"),
+  [
+    ("gfx1100", (16, 16, 16), dtypes.fp8e4m3, 8),
+    ("gfx942", (16, 16, 128), dtypes.fp8e4m3, 32),
+    ("gfx942", (16, 16, 32), dtypes.half, 8),
+    ("gfx1201", (16, 16, 4), dtypes.float, 2),
+    ("sm_75", (8, 16, 16), dtypes.half, 8),
+    ("sm_75", (8, 16, 16), dtypes.bfloat16, 8),
+    ("sm_75", (8, 16, 8), dtypes.float, 4),
+    ("sm_80", (8, 16, 32), dtypes.fp8e4m3, 16),
+    ("apple9", (16, 16, 16), dtypes.half, 8),
+  ],
+)
+def test_products_that_a_target_lacks_are_named(arch, dims, dtype, elements):
+  lanes = 64 if arch == "gfx942" else 32
+  vendor = {"gfx": "AMD", "sm_": "CUDA", "app": "METAL"}[arch[:3]]
+  with pytest.raises(
+    emulator.UnknownInstruction, match=r"the target has no matrix instruction '\w+ " + re.escape(str(dims))
+  ):
+    launch(product(dims, dtype, vendor, lanes, elements), np.zeros(lanes, np.float32), arch=arch)
+
+
+@pytest.mark.parametrize(("arch", "elements", "lanes"), [("gfx1201", 16, 32), ("gfx1100", 8, 32), ("gfx942", 8, 32)])
+def test_fragments_of_another_target_are_named(arch, elements, lanes):
+  message = rf"{arch} .* takes .* lanes, not \({elements}, {elements}, 8\) in each of {lanes}"
+  with pytest.raises(emulator.UnknownInstruction, match=message):
+    launch(product((16, 16, 16), dtypes.half, "AMD", lanes, elements), np.zeros(lanes, np.float32), arch=arch)
 
 
 def test_tf32_ignores_low_bits():

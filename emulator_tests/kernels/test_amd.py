@@ -11,9 +11,11 @@ from uopattn.dsl.amd.fragments import Fragments
 from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels.amd_forward import Tiles
+from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
 from uopattn.plan.tiles import amd
 from uopattn.proof.gate import Gate
+from uopattn.spec.spec import AttentionSpec
 
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
 HALF = dtypes.float16
@@ -25,8 +27,8 @@ WITH_BITS = [*((arch, 16) for arch in ARCHES), *((arch, 8) for arch in ARCHES[1:
 @pytest.mark.parametrize(("arch", "bits"), [*WITH_BITS, ("gfx1151", 16), ("gfx1200", 16), ("gfx1200", 8)])
 def test_fragments_are_the_hardwares(arch: str, bits: int) -> None:
   f = Fragments.of(arch, bits)
-  layout = hardware((16, 16, f.k), HALF if bits == 16 else dtypes.fp8e4m3, "AMD", f.lanes, f.operand)
-  assert layout.elements == (f.operand, f.operand, f.result)
+  layout = hardware(arch, (16, 16, f.k), HALF if bits == 16 else dtypes.fp8e4m3)
+  assert (layout.lanes, layout.elements) == (f.lanes, (f.operand, f.operand, f.result))
   for lane in range(f.lanes):
     assert {layout.a(lane, e)[0] for e in range(f.operand)} == {lane % 16}
     rows = [f.result_row(lane // 16, e) for e in range(f.result)]
@@ -82,6 +84,7 @@ def test_tiles_state_their_laws() -> None:
     (("gfx942", 17, 1, 32), r"waves=17: must be in 1\.\.16"),
     (("gfx942", 4, 1, 64, 8), "block_n=64: must be a multiple of 128 on gfx942"),
     (("gfx1030", 4, 1, 32), "no matrix instruction known for gfx1030"),
+    (("gfx942", 4, 1, 32, 24), "bits=24: must be one of 8, 16, 32"),
   ):
     with pytest.raises(ValueError, match=message):
       Tiles(*arguments)
@@ -92,3 +95,25 @@ def test_tiles_state_their_laws() -> None:
       assert tiles.lds_bytes(size, size) <= lds_limit(arch)
   with pytest.raises(ValueError, match="head size 4000: a tile needs"):
     next(amd.forward(problem_of(1, 64, 64, 4000, 64, dtypes.half), Target("AMD", "gfx1100")))
+
+
+def test_tiles_of_another_type_or_architecture_are_refused() -> None:
+  for tiles, dtype, message in (
+    (Tiles("gfx942", 1, 1, 32, 32), HALF, r"Tiles\.bits=32: must be 16 for dtypes\.half"),
+    (Tiles("gfx942", 1, 1, 32, 16), dtypes.float32, r"Tiles\.bits=16: must be 32 for dtypes\.float"),
+    (Tiles("gfx942", 1, 1, 128, 8), HALF, r"Tiles\.bits=8: must be 16 for dtypes\.half"),
+    (Tiles("gfx942", 1, 1, 128, 16), dtypes.fp8e4m3, r"Tiles\.bits=16: must be 8 for dtypes\.fp8e4m3"),
+    (Tiles("gfx950", 1, 1, 64, 16), HALF, r"amd_forward: Tiles\.arch=gfx950: must be gfx942, that of the target"),
+  ):
+    spec = AttentionSpec(1, 1, 1, 20, 70, 32, 32, dtype, 1.0)
+    with pytest.raises(ValueError, match=message):
+      dispatch(spec, Target("AMD", "gfx942"), tiles).graph()
+
+
+@pytest.mark.parametrize(("arch", "D"), [("gfx1100", 256), ("gfx950", 704)])
+def test_where_no_tile_fits_the_registers_that_with_the_fewest_is_taken(arch: str, D: int) -> None:
+  """Of those that leave a wave as many; two of a CDNA workgroup's eight waves share what one of four has."""
+  best, *others = amd.forward(problem_of(1, 1024, 1024, D, D, HALF), Target("AMD", arch))
+  waves = {"gfx1100": 8, "gfx950": 4}[arch]
+  assert (best.waves, best.m_tiles) == (waves, 1)
+  assert all(best.block_n <= x.block_n for x in others)

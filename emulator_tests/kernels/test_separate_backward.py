@@ -66,6 +66,11 @@ def launches(device: str, arch: str, D: int, dtype: Any = HALF) -> tuple[Launch,
     ("AMD", "gfx942", 128, "amd_backward"),
     ("AMD", "gfx942", 256, "amd_backward_separate"),
     ("AMD", "gfx950", 256, "amd_backward"),
+    ("AMD", "gfx950", 320, "amd_backward_separate"),
+    ("AMD", "gfx1201", 128, "amd_backward"),
+    ("AMD", "gfx1201", 144, "amd_backward_separate"),
+    ("AMD", "gfx1100", 128, "amd_backward"),
+    ("AMD", "gfx1100", 192, "amd_backward_separate"),
   ],
 )
 def test_which_schedule_serves(device: str, arch: str, D: int, name: str) -> None:

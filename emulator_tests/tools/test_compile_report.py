@@ -220,7 +220,7 @@ def test_a_case_that_no_tile_fits_is_a_row(monkeypatch: pytest.MonkeyPatch) -> N
   """As float32's dK and dV on gfx1100 at D=64: the rows after it must not be lost."""
 
   def measure(*given: Any) -> Compiled:
-    raise ValueError("a tile needs 232 registers, and 224 are there")
+    raise ValueError("head size 64: the smallest tile needs 232 registers per lane; 224 are available")
 
   monkeypatch.setattr(report_amd, "measure", measure)
   found = list(report_amd.rows(["gfx1201", "gfx942"], 64, 64, 64, causal=False))

@@ -11,7 +11,7 @@ rounded towards zero, as tensor cores do (Fasi et al., "Numerical behavior of NV
 that does not matter. Integers are exact. On CDNA3 8-bit floats are FNUZ ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from . import alu
 from .errors import Divergence, LaneMismatch, UnknownInstruction
 from .lanes import Run
 
-FLOAT8_K = {"gfx1200": (16,), "gfx1201": (16,), "gfx942": (32,), "gfx950": (32, 128)}  # K of AMD's products of 8 bits
+HALVES, FLOAT8 = (dtypes.half, dtypes.bfloat16), tuple(alu.FLOAT8)
 Layout = Callable[[Any, Any], tuple[Any, Any]]  # (lane, element) -> (row, column) of the matrix
 
 
@@ -80,20 +80,41 @@ def _apple(l: Any, e: Any) -> tuple[Any, Any]:
 APPLE = Fragments(32, (2, 2, 2), _apple, _apple, _apple)
 
 
-@cache
-def fragments(dims: tuple[int, int, int], dtype: DType, device: str, threads: int, elements: int) -> Fragments:
-  """Return the layouts of the instruction with `dims` (N, M, K), inputs of `dtype` and `elements` of A per lane.
+def _instructions(arch: str) -> Iterator[tuple[tuple[DType, ...], tuple[int, int, int], Fragments]]:
+  """Yield the types of inputs, the sizes (N, M, K) and the layouts of an architecture's instructions."""
+  if arch.startswith("gfx11"):
+    yield (*HALVES, dtypes.char), (16, 16, 16), RDNA3
+  elif arch in ("gfx1200", "gfx1201"):
+    yield (*HALVES, *FLOAT8), (16, 16, 16), RDNA4
+  elif arch in ("gfx942", "gfx950"):
+    yield HALVES, (16, 16, 16), _cdna(16)
+    yield FLOAT8, (16, 16, 32), _cdna(32)
+    yield (dtypes.float,), (16, 16, 4), _cdna(4)
+    if arch == "gfx950":
+      yield HALVES, (16, 16, 32), _cdna(32)
+      yield FLOAT8, (16, 16, 128), _cdna(128)
+  elif arch.startswith("sm_"):
+    since = int(arch.removeprefix("sm_"))
+    yield (dtypes.half,), (8, 16, 8), _nvidia(8, 16)
+    if since >= 80:
+      yield HALVES, (8, 16, 16), _nvidia(16, 16)
+      yield (dtypes.float,), (8, 16, 8), _nvidia(8, 32)
+    if since >= 89:
+      yield FLOAT8, (8, 16, 32), _nvidia(32, 8)
+  elif arch.startswith("Apple"):
+    yield (*HALVES, dtypes.float), (8, 8, 8), APPLE
 
-  Raises KeyError for an instruction that no listed target has.
+
+@cache
+def fragments(arch: str, dims: tuple[int, int, int], dtype: DType) -> Fragments:
+  """Return the layouts of the instruction with `dims` (N, M, K) and inputs of `dtype`.
+
+  Raises KeyError if the architecture has none.
   """
-  n, m, k = dims
-  if device == "AMD" and (n, m) == (16, 16):
-    return _cdna(k) if threads == 64 else RDNA3 if elements == 16 else RDNA4
-  if device == "CUDA" and (n, m) == (8, 16):
-    return _nvidia(k, dtype.bitsize)
-  if device == "METAL" and dims == (8, 8, 8):
-    return APPLE
-  raise KeyError(f"{device} {dims} {dtype}")
+  for types, sizes, frags in _instructions(arch):
+    if dtype in types and dims == sizes:
+      return frags
+  raise KeyError(f"{arch} {dims} {dtype}")
 
 
 @cache
@@ -119,6 +140,11 @@ def _wave_values(run: Run, value: Any, elements: int, lanes: int, dtype: DType) 
   for row, part in zip(block, parts, strict=True):
     row[:] = part if part.dtype == to else part.view(to)
   return block.reshape(elements, -1, lanes)
+
+
+def _elements(u: UOp, value: Any, dtype: DType) -> int:
+  """Return how many elements of `dtype` each lane's vector has, which may be packed."""
+  return (len(value) if isinstance(value, list) else 1) * u.dtype.itemsize // dtype.itemsize
 
 
 def _numbers(block: np.ndarray, dtype: DType, tf32: bool) -> np.ndarray:
@@ -160,15 +186,16 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
 
   Raises UnknownInstruction, Divergence, and LaneMismatch if both halves of a wave must agree (RDNA3) and do not.
   """
-  dims, dtype, device, threads, _ = u.arg
+  dims, dtype, _, threads, _ = u.arg
   n, m, k = dims
-  count = (len(a) if isinstance(a, list) else 1) * u.src[0].dtype.itemsize // dtype.itemsize
   try:
-    if dtype in alu.FLOAT8 and device == "AMD" and k not in FLOAT8_K.get(run.arch, ()):
-      raise KeyError(f"{run.arch} {dims} {dtype}")
-    frags = fragments(dims, dtype, device, threads, count)
+    frags = fragments(run.arch, dims, dtype)
   except KeyError as error:
-    raise run.fail(UnknownInstruction, u, f"no target has the matrix instruction {error}") from None
+    raise run.fail(UnknownInstruction, u, f"the target has no matrix instruction {error}") from None
+  given = _elements(u.src[0], a, dtype), _elements(u.src[1], b, dtype), len(c)
+  if (threads, given) != (frags.lanes, frags.elements):
+    taken = f"{frags.elements} elements of A, B and C in each of {frags.lanes} lanes, not {given} in each of {threads}"
+    raise run.fail(UnknownInstruction, u, f"the matrix instruction {run.arch} {dims} {dtype} takes {taken}")
   check_whole_waves(run, u, frags.lanes, "a matrix instruction")
   if run.counters is not None:
     run.counters.matrix += run.active_waves()

@@ -352,6 +352,8 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
 
   def launch(kernel: Kernel) -> Launch:
     chosen = tiles or next(tiles_for(schedule, kernel, seen, target))
+    if getattr(chosen, "arch", target.arch) != target.arch:
+      raise ValueError(f"Tiles.arch={chosen.arch}: must be {target.arch}, that of the target")
     if schedule.tf32 and chosen.tf32 and not spec.tf32:
       raise ValueError(
         f"{chosen!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"

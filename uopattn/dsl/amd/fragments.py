@@ -62,9 +62,10 @@ class Fragments:
     """The matrix instruction that attention uses on an architecture such as "gfx1100", for elements of 8 to 32 bits.
 
     Raises:
-      ValueError: no matrix instruction is known for the architecture.
+      ValueError: no matrix instruction is known for the architecture, or none for any is for elements of that size.
     """
-    by_arch = _BY_BITS[bits]
+    if (by_arch := _BY_BITS.get(bits)) is None:
+      raise ValueError(f"bits={bits}: must be one of {', '.join(map(str, _BY_BITS))}")
     for prefix, fragments in by_arch.items():
       if arch.startswith(prefix):
         return fragments

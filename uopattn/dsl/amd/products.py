@@ -39,11 +39,18 @@ class Mma:
     f: the fragments of the instruction.
     dtype: type of the matrices.
     lane: index of the thread in its wave.
+
+  Raises:
+    ValueError: the tiles, whose fragments these are, are for elements of another size.
   """
 
   f: Fragments
   dtype: DType
   lane: UOp
+
+  def __post_init__(self) -> None:
+    if (bits := self.f.memory_bits) != self.dtype.bitsize:
+      raise ValueError(f"Tiles.bits={bits}: must be {self.dtype.bitsize} for {self.dtype}")
 
   def places(self, warp: UOp, tiles: int) -> list[UOp]:
     """This lane's row of each of the `tiles` tiles of 16 rows that a wave has, among the rows of the workgroup."""

@@ -16,7 +16,9 @@ from uopattn.plan.tiles.bias import with_splits
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
-  """Yield tiles with as many queries per wave, then as many keys, as fit; then those of other waves, queries and keys.
+  """Yield the tiles with as many queries per wave, then as many keys, as fit.
+
+  Then tiles with other numbers of waves, queries and keys follow.
 
   Raises:
     ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
@@ -72,24 +74,25 @@ def _largest_forward(problem: Problem, target: Target) -> Forward:
     """
     return max(1, (64 << 10) // x.lds_bytes(Dk, Dv)) * x.waves // (2 if f.lanes == 32 else 4)
 
+  def used(x: Forward) -> float:
+    """The share of the budget that tiles count. With eight waves a CDNA SIMD has two, which share its registers."""
+    return x.registers(Dk, Dv) / (budget // 2 if f.lanes == 64 and x.waves > 4 else budget)
+
+  check_lds(min(x.lds_bytes(Dk, Dv) for x in candidates), problem, target)
+  in_lds = [x for x in candidates if x.lds_bytes(Dk, Dv) <= target.lds]
   for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
-    for tiles in candidates:
-      # On CDNA a SIMD has two waves of a workgroup of eight, which share its registers.
-      most = budget // 2 if f.lanes == 64 and tiles.waves > 4 else budget
-      fits = tiles.registers(Dk, Dv) <= most and tiles.lds_bytes(Dk, Dv) <= target.lds
-      if fits and resident_waves(tiles) >= enough:
+    for tiles in in_lds:
+      if used(tiles) <= 1 and resident_waves(tiles) >= enough:
         return tiles
-  tiles = min(candidates, key=lambda x: (x.lds_bytes(Dk, Dv), x.registers(Dk, Dv)))
-  check_lds(tiles.lds_bytes(Dk, Dv), problem, target)
-  return tiles
+  return min(in_lds, key=used)
 
 
 def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backward]:
-  """Yield tiles for a kernel (see `Tiles.gradients`), the largest that fit; then other tiles, rows and waves.
+  """Yield tiles for a kernel (see `Tiles.gradients`): the largest that fit first, else those with the fewest registers.
 
   Raises:
-    ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile, or in
-      parts for the registers.
+    ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile, or for
+      the registers, if they are to hold both dK and dV, or in parts.
   """
   p, Dk, Dv, bits = problem, problem.Dk, problem.Dv, 8 * problem.dtype.itemsize
   f = Fragments.of(target.arch, bits)
@@ -106,9 +109,9 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
 
   best = next(filter(fits, candidates), None)
   if best is None:
-    best = min(candidates, key=lambda x: x.block)
-    if f.parts > 1 and (needed := best.registers(Dk, Dv)) > registers:
-      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} registers, and {registers} are there")
+    best = min(candidates, key=lambda x: x.registers(Dk, Dv))
+    if f.parts > 1 or gradients == "dk_dv":
+      check_registers(best.registers(Dk, Dv), registers if f.parts > 1 else _registers_of_both(f), p)
     check_lds(best.lds_bytes(Dk, Dv), p, target)
   yield best
 
@@ -138,12 +141,30 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
       yield with_splits(BiasBackward, loop, p, target)
       return
   check_lds(lds, p, target)
-  raise ValueError(f"head size {max(p.Dk, p.Dv)}: a tile needs {registers} registers, and {_registers(f)} are there")
+  check_registers(registers, _registers(f), p)
 
 
 def _registers(f: Fragments) -> int:
   """Registers per lane that the tiles of a backward kernel may count, of 256 and 512."""
   return 224 if f.lanes == 32 else 340
+
+
+def _registers_of_both(f: Fragments) -> int:
+  """Registers per lane that one kernel for dK and dV may count; beyond them each has a kernel of its own.
+
+  RDNA4 spills above 256, which are all that there are, CDNA above 340. RDNA3 spills before, as at a head size of 128,
+  where 320 are counted: there one more product would take about as long as the spills, and only a card can decide.
+  """
+  return 320 if f.repeated else 256 if f.lanes == 32 else _registers(f)
+
+
+def check_registers(needed: int, available: int, problem: Problem) -> None:
+  """Raise ValueError if a tile's registers exceed those available."""
+  if needed > available:
+    size = max(problem.Dk, problem.Dv)
+    raise ValueError(
+      f"head size {size}: the smallest tile needs {needed} registers per lane; {available} are available"
+    )
 
 
 def check_lds(needed: int, problem: Problem, target: Target) -> None:
