@@ -16,7 +16,7 @@ rows padded against bank conflicts. While a tile is in use, `uopattn.dsl.amd.sta
 `backward_q` a lane keeps lse and delta of its queries; in `backward_kv` they are in LDS with the tile of queries.
 
 dK and dV have separate kernels (`SEPARATE`) where LDS cannot hold Q and dO both as they are and transposed, as at D=256
-on gfx942, or where registers cannot hold both sums, as in float32 on gfx1100 at D=64.
+on gfx942, or where registers cannot hold both sums by their count, as at D=192 on gfx1201.
 
 In float32 RDNA multiplies three bfloat16 parts, as in `amd_forward`. Operands of the stationary rows are then loaded
 and split where they are needed.
@@ -405,5 +405,5 @@ SCHEDULE = Schedule(
   unsupported=("scales", "page_table"),
   pack_gqa=group_of_chosen,
 )
-# For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
+# For head sizes where LDS does not hold both Q and dO also transposed, or registers both sums: one kernel for each.
 SEPARATE = replace(SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

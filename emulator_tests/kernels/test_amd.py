@@ -84,7 +84,7 @@ def test_tiles_state_their_laws() -> None:
     (("gfx942", 17, 1, 32), r"waves=17: must be in 1\.\.16"),
     (("gfx942", 4, 1, 64, 8), "block_n=64: must be a multiple of 128 on gfx942"),
     (("gfx1030", 4, 1, 32), "no matrix instruction known for gfx1030"),
-    (("gfx942", 4, 1, 32, 24), "bits=24: must be one of 8, 16, 32"),
+    (("gfx942", 4, 1, 32, 24), r"Tiles\.bits=24: must be one of 8, 16, 32"),
   ):
     with pytest.raises(ValueError, match=message):
       Tiles(*arguments)

@@ -65,7 +65,7 @@ class Fragments:
       ValueError: no matrix instruction is known for the architecture, or none for any is for elements of that size.
     """
     if (by_arch := _BY_BITS.get(bits)) is None:
-      raise ValueError(f"bits={bits}: must be one of {', '.join(map(str, _BY_BITS))}")
+      raise ValueError(f"Tiles.bits={bits}: must be one of {', '.join(map(str, _BY_BITS))}")
     for prefix, fragments in by_arch.items():
       if arch.startswith(prefix):
         return fragments
