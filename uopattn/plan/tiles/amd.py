@@ -41,7 +41,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
 
 
 def _largest_forward(problem: Problem, target: Target) -> Forward:
-  """The first tiles that fit, with three waves per SIMD if there are any.
+  """The first tiles that fit, with three waves per SIMD if there are any; else those that use the fewest registers.
 
   Raises:
     ValueError: as `forward`.
