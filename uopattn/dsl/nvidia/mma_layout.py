@@ -87,7 +87,7 @@ def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int =
 class Epilogue:
   """Stores rows of accumulators of one head: an output with its LSE, or a gradient.
 
-  No method stores a row past the last one.
+  No method stores a row past the last one, or a column past the accumulators', which may be another workgroup's.
 
   Attributes:
     out: (heads, rows, size), the output or the gradient.
@@ -96,7 +96,7 @@ class Epilogue:
     lse: (heads, rows) float32, or None.
     dialect: dialect of the instructions.
     operand: dtype of the products' operands, by default that of `out`.
-    first: column of `out` that is the accumulators' first one, a multiple of 32. Those from 0 on store the LSE.
+    first: column of `out` that is the accumulators' first one, a multiple of 16. Those from 0 on store the LSE.
     pairs: whether to store two elements in float32 at once where rows begin at multiples of 8 bytes; the quad then
       writes whole sectors of 32 bytes.
   """
@@ -152,11 +152,14 @@ class Epilogue:
     stores = []
     if Dv % chunk == 0 and out.dtype.itemsize < 4:
       words, flat = [self.dialect.pack_word(elements, out.dtype) for elements in values], as_type(out, dtypes.uint)
-      words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
+      count = len(words)
+      words += [UOp.const(0, dtypes.uint)] * (-count % QUAD)
       for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
         column = self.first + (d + lane % QUAD) * chunk
         inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
         at = (row_start(out, self.head, row) + column) // width
+        if d + QUAD > count and column.vmin + (count - d) * chunk < Dv:  # there are columns past the accumulators'
+          inside = inside & (d + lane % QUAD < count)
         for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
           stores.append(flat[(at + w).valid(inside)].store(word))
     elif self.pairs and Dv % chunk == 0 and out.dtype == dtypes.float32 and not isinstance(out, View):
