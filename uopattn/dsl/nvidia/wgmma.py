@@ -30,8 +30,10 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instruction import Instruction, statement
 from uopattn.dsl.instructions import CUDA
+from uopattn.dsl.nvidia.mma_layout import WARP
 
 WARPS = 4  # of a warpgroup
+THREADS = WARPS * WARP
 M = 64
 K = 16
 PANEL = 64  # columns

@@ -17,7 +17,7 @@ from uopattn.kernels.hopper_float32_forward import MOST
 from uopattn.kernels.hopper_float32_forward import Tiles as Float32
 from uopattn.kernels.hopper_forward import MULTIPROCESSORS, largest_head, serves
 from uopattn.kernels.hopper_forward import Tiles as Forward
-from uopattn.kernels.hopper_fused_backward import PART, parts
+from uopattn.kernels.hopper_fused_backward import PART, WARPGROUPS, parts
 from uopattn.kernels.hopper_fused_backward import Tiles as Fused
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS
@@ -294,15 +294,18 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
   if arch != "sm_90" or Dk % 8 or Dv % 8:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
   if others := [x for x in problem.features if x not in ONE_PASS]:
-    raise ValueError(f"{', '.join(others)}: must be none, as then some blocks of keys would add nothing to dQ")
+    raise ValueError(f"{', '.join(others)}: not supported, because some blocks of keys would add nothing to dQ")
   if not problem.fits_tensor_maps:
     raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
   if bounded := [x for x in problem.masks if x.has_first]:
     raise ValueError(f"{bounded[0]}: must have no left bound")
   best = Fused.of(problem)
   fits = best.registers(Dk, Dv) <= FUSED_LIMIT and best.shared_bytes(Dk, Dv) <= target.lds
-  if parts(Dk) > best.warpgroups or not fits:
-    raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
+  if parts(Dk) > WARPGROUPS or not fits:
+    most = WARPGROUPS * PART
+    raise ValueError(
+      f"head sizes {Dk} and {Dv}: that of keys must be at most {most}, and all sums must fit in registers"
+    )
   yield best
   for stages in (1, 3):
     tiles = replace(best, stages=stages)
