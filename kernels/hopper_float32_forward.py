@@ -55,7 +55,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import LSE, Buffer, K, Kernel, O, Problem, Q, Schedule, V
 from uopattn.dsl.scope import View, as_type, clamp
 from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS
+from uopattn.kernels.hopper_forward import L2_BYTES
 
 PARTS = 3
 MOST = 128  # columns of a head
@@ -127,7 +127,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   known = (
     target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light_on_registers and not problem.tf32
   )
-  return known and fits_parts and large and work_tiles >= MULTIPROCESSORS
+  return known and fits_parts and large and work_tiles >= target.multiprocessors
 
 
 def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
@@ -181,7 +181,8 @@ def forward(
   (heads, M, Dv), of_keys, of_values, block_m = sizes(o), sizes(k_parts)[2], sizes(v_parts)[2], tiles.block_m
   s = Scope()
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (of_keys + of_values)))
-  scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, False)
+  # How many workgroups run at once matters only to persistent ones.
+  scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, places=1, persistent=False)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   head, block = scheduler.place(group.item, UOp.const(0))
   head_rules = rules.at(head)

@@ -88,6 +88,7 @@ class Tiles:
     step: elements in the 32 bytes of a step along k: 16, or 32 for 8-bit types, which need a producer.
     in_registers: whether a warpgroup loads its queries to registers, instead of reading them in shared memory for each
       tile; in 16 bits, with a producer.
+    multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
 
   warpgroups: int
@@ -98,6 +99,7 @@ class Tiles:
   q_stages: int = 1
   step: int = 16
   in_registers: bool = False
+  multiprocessors: int = 132  # of an H100 or H200
 
   def __post_init__(self) -> None:
     if self.step not in (16, 32):
@@ -118,6 +120,8 @@ class Tiles:
       raise ValueError("Tiles.in_registers=True: needs producer=True and step=16")
     if self.producer and self.warpgroups not in REGISTERS:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be 1 to {max(REGISTERS)} with a producer")
+    if self.multiprocessors < 1:
+      raise ValueError(f"Tiles.multiprocessors={self.multiprocessors}: must be at least 1")
 
   @property
   def block_m(self) -> int:
@@ -160,7 +164,6 @@ class Tiles:
     return sum(2 * x.slots * x.size for x in panels if x is not None)
 
 
-MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
 
 
@@ -183,7 +186,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   tiles = _served_tiles(tiles, q, k, v, rules)
   cached = max(1, L2_BYTES * rules.group // (q.dtype.itemsize * rules.N * (Dk + Dv)))
   blocks = ceildiv(M, tiles.block_m)
-  scheduler = TileScheduler.of(heads, blocks, cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
+  scheduler = TileScheduler.of(heads, blocks, cached, rules.longest_last, tiles.multiprocessors, tiles.persistent)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   trips, order = scheduler.trips(group.item).simplify(), Order.of(rules, tiles)
   diverges = order is Order.DIAGONAL_FIRST

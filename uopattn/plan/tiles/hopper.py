@@ -15,8 +15,8 @@ from uopattn.kernels.hopper_backward import Tiles as Backward
 from uopattn.kernels.hopper_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.hopper_float32_forward import MOST
 from uopattn.kernels.hopper_float32_forward import Tiles as Float32
-from uopattn.kernels.hopper_forward import MULTIPROCESSORS, largest_head, serves
 from uopattn.kernels.hopper_forward import Tiles as Forward
+from uopattn.kernels.hopper_forward import largest_head, serves
 from uopattn.kernels.hopper_fused_backward import PART, WARPGROUPS, parts
 from uopattn.kernels.hopper_fused_backward import Tiles as Fused
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
@@ -31,6 +31,7 @@ class Measured(NamedTuple):
   """What is known of tiles: how fast they are for rows of `LENGTH` queries and keys (H200, H=32, float16).
 
   Attributes:
+    tiles: block sizes, of a GPU with any number of multiprocessors.
     resident: workgroups per multiprocessor at once.
     speed: TFLOP/s, divided by the shares of rows and of residency in use.
     ends: the cost of a work tile's start and end, as the number of keys that could be processed in that time. It
@@ -42,14 +43,14 @@ class Measured(NamedTuple):
   speed: float
   ends: float
 
-  def promise(self, problem: Problem) -> float:
+  def promise(self, problem: Problem, target: Target) -> float:
     """The predicted speed.
 
     It is that measured, times the shares of rows and of residency in use, times the share of time that the start and
     the end of workgroups leave.
     """
     p, block_m = problem, self.tiles.block_m
-    blocks, places = ceildiv(p.M, block_m), MULTIPROCESSORS * self.resident
+    blocks, places = ceildiv(p.M, block_m), target.multiprocessors * self.resident
     rows, waves = p.M / (blocks * block_m), p.heads * blocks / round_up(p.heads * blocks, places)
     keys, measured = (p.N / 2, LENGTH / 2) if p.is_causal else (p.N, LENGTH)  # a causal mask skips about half the tiles
     return self.speed * rows * waves * (1 + self.ends / measured) / (1 + self.ends / keys)
@@ -152,13 +153,10 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
     )
   known = MEASURED if problem.dtype in DTYPES_16 else MEASURED_8
   size = next(size for size, _ in known if max(Dk, Dv) <= size)
-  allowed = [x for x in known[size, problem.is_causal] if problem.light_on_registers or not x.tiles.producer]
-  for i, best in enumerate(sorted(allowed, key=lambda x: x.promise(problem), reverse=True)):
-    tiles = _no_larger(best.tiles, problem, best.tiles.step)
-    if (needed := tiles.shared_bytes(Dk, Dv)) <= target.lds:
-      yield tiles
-    elif i == 0:
-      raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {needed} bytes, of {target.lds}")
+  producers = problem.light_on_registers and problem.fits_tensor_maps
+  allowed = [x for x in known[size, problem.is_causal] if producers or not x.tiles.producer]
+  for best in sorted(allowed, key=lambda x: x.promise(problem, target), reverse=True):
+    yield replace(_no_larger(best.tiles, problem, best.tiles.step), multiprocessors=target.multiprocessors)
 
 
 def wide_forward(problem: Problem, target: Target) -> Iterator[Wide]:
