@@ -286,8 +286,8 @@ class Mainloop:
     ]
     held = factor.after(UOp.group(*[factor.after(*after)[i].store(word) for i, word in enumerate(words)]))
     steps, panels = tile.rows // wgmma.K, (0, tile.panel)
-    address = tile.after(*after).address()
-    return wgmma.start(self.dtype, tile.columns, steps, acc[0], held[0], address, panels, *after, registers=True)
+    address, form = tile.after(*after).address(), wgmma.Form.REGISTERS
+    return wgmma.start(self.dtype, tile.columns, steps, acc[0], held[0], address, panels, *after, form=form)
 
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""

@@ -472,8 +472,8 @@ class Mainloop:
   def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Start acc += the elements of packed words times a tile, (64, columns)."""
     steps, panels = tile.rows // wgmma.K, (0, tile.panel)
-    address = tile.after(*after).address()
-    return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, registers=True)
+    address, form = tile.after(*after).address(), wgmma.Form.REGISTERS
+    return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, form=form)
 
   def start_dv(self, words: UOp, p: Elements, of_dv: UOp, number: UOp, scored: UOp, *after: UOp) -> UOp:
     """Start dV += P dO, where P is rounded to `words` once S is there (`scored`)."""
@@ -497,15 +497,16 @@ class Mainloop:
     """Start this warpgroup's part of dS^T K, (64, 64): some columns of it, or the product of its keys."""
     tiles, ds, k = self.tiles, self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
     if self.splits_columns:
+      form = wgmma.Form.BY_ROWS
       keys, left, right = tiles.rows, ds.base, k.base + self.warpgroup * k.panel
     else:
+      form = wgmma.Form.BY_ROWS_ADDED
       first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
       left, right = ds.base + first, k.base + first
       partial_dq = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.places()]
       after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(partial_dq))
     a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
-    panels = (ds.panel, k.panel)
-    return wgmma.start(self.dtype, PART, steps, part[0], a, b, panels, *after, by_rows=True, clears=self.splits_columns)
+    return wgmma.start(self.dtype, PART, steps, part[0], a, b, (ds.panel, k.panel), *after, form=form)
 
   def places(self) -> list[UOp]:
     """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""

@@ -282,8 +282,8 @@ class Mainloop(wgmma_mainloop.Mainloop):
     steps, to, panels = first.columns // wgmma.K, self.scores[0], (q.panel, first.panel)
     others, place = q.columns // wgmma.K - steps, q.memory[q.base + first.columns // wgmma.PANEL * q.panel]
     started = wgmma.start(self.dtype, KEYS, steps, to, q.address(), first.address(), panels, k.wait(n_tile, *after))
-    arrived = v.wait(n_tile, started)
-    started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, clears=False)
+    arrived, form = v.wait(n_tile, started), wgmma.Form.ADDED
+    started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, form=form)
     return wgmma.wait(0, KEYS, to, started)
 
   def add(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
@@ -291,7 +291,8 @@ class Mainloop(wgmma_mainloop.Mainloop):
     tile, to = self.pipe.k.tile(n_tile, *after), state.acc[0]
     columns, panels = tile.columns, (0, tile.panel)
     v = tile.memory[tile.base + self.warpgroup * (columns // wgmma.PANEL * tile.panel)]
-    started = wgmma.start(self.dtype, columns, STEPS, to, state.p[0], v, panels, *after, registers=True)
+    form = wgmma.Form.REGISTERS
+    started = wgmma.start(self.dtype, columns, STEPS, to, state.p[0], v, panels, *after, form=form)
     return wgmma.wait(0, columns, to, started)
 
   def tile_done(self, n_tile: UOp, *after: UOp) -> UOp:

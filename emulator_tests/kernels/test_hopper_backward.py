@@ -134,8 +134,12 @@ def test_a_mistake_is_seen_by_the_emulator(name: str, monkeypatch: pytest.Monkey
 
 def test_warpgroups_that_do_not_add_dq_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
   """Up to a head size of 64 each one adds to what the one before it has."""
-  start = wgmma.start
-  monkeypatch.setattr(wgmma, "start", lambda *x, **options: start(*x, **options | {"clears": True}))
+  start, clearing = wgmma.start, {wgmma.Form.BY_ROWS_ADDED: wgmma.Form.BY_ROWS}
+
+  def cleared(*operands: Any, form: wgmma.Form = wgmma.Form.SHARED) -> UOp:
+    return start(*operands, form=clearing.get(form, form))
+
+  monkeypatch.setattr(wgmma, "start", cleared)
   compiled.cache_clear()
   with FUSED.device(), pytest.raises(AssertionError, match="worst at"):
     Case.of(FUSED, (1, 1, 1, 10, 140, 8, 8)).check()

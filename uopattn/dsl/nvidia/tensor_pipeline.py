@@ -93,11 +93,11 @@ class Operand(Protocol):
   def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     """Shared memory with tile n in use."""
 
-  def wait(self, n: UOp, *after: UOp) -> UOp:
-    """Wait until tile n has arrived."""
+  def wait(self, n: UOp, *after: UOp, last: bool = False) -> UOp:
+    """Wait until tile n has arrived; `last` says that it is the last one of the work tile."""
 
-  def release(self, n: UOp, *after: UOp, when: UOp | None = None) -> UOp:
-    """Signal that this warp is done with tile n, where `when`; there is no tile -1."""
+  def release(self, n: UOp, *after: UOp, when: UOp | None = None, last: bool = False) -> UOp:
+    """Signal that this warp is done with tile n, where `when`; there is no tile -1. `last` is that of `wait`."""
 
 
 @dataclass(frozen=True, eq=False)

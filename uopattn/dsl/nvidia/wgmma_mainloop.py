@@ -169,7 +169,8 @@ class Mainloop:
     v_tile, out, p = self.pipe.v.tile(n_tile, *after), state.product, state.p
     columns, steps = 2 * sizes(out)[0], sizes(p)[0] // WORDS // self.parts
     v, panels = self.v_address(v_tile, columns), (0, v_tile.panel)
-    return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, registers=True, parts=self.parts)
+    form = wgmma.Form.REGISTERS
+    return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, form=form, parts=self.parts)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
     """Wait for all products."""
@@ -310,8 +311,8 @@ class OverlappedMainloop(Mainloop):
     if self.q_words is None:
       return super().start_qk(n_tile, *after)
     k_tile, keys, steps = self.pipe.k.tile(n_tile, *after), 2 * sizes(self.scores)[0], sizes(self.q_words)[0] // WORDS
-    k, panels, options = self.k_address(k_tile), (0, k_tile.panel), {"registers": True, "by_columns": True}
-    return wgmma.start(self.dtype, keys, steps, self.scores[0], self.q_words[0], k, panels, *after, **options)
+    k, panels, form = self.k_address(k_tile), (0, k_tile.panel), wgmma.Form.REGISTERS_CLEARED
+    return wgmma.start(self.dtype, keys, steps, self.scores[0], self.q_words[0], k, panels, *after, form=form)
 
   def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
     """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
@@ -358,9 +359,9 @@ class OverlappedMainloop(Mainloop):
   def finish(self, state: State) -> State:
     """Add P V of the last tile."""
     last, state = self.key_range.n_tiles - 1, state.after(*self.rescale(state))
-    pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers()))
+    pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers(), last=True))
     out = state.product.after(self.wait_pv(state, self.pipe.wait_all(pv)))
-    done = self.pipe.v.release(last, out)
+    done = self.pipe.v.release(last, out, last=True)
     if state.pv is not None:
       done = UOp.group(done, *self.add_pv(state, out, None))
     return state._replace(acc=state.acc.after(out, done))
