@@ -50,7 +50,7 @@ class Source:
     room: shared memory for all tensor maps, `MAP_WORDS` each.
     keep: whether other workgroups will read the same.
     numbers: shared memory for a float32 per row that comes with it, slot by slot; None if nothing does.
-    before: rows that the first tile begins before row 0; there are zeros.
+    before: number of rows by which the first tile starts before row 0; it has zeros there.
   """
 
   number: int

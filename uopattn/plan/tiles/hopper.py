@@ -146,7 +146,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   Dk, Dv = problem.Dk, problem.Dv
   if not serves(problem, target):
     chunk, most = 16 // problem.dtype.itemsize, largest_head(problem.dtype)
-    only = "; in 8 bits no features but masks of places and sinks, and rows that start at multiples of 16 bytes"
+    only = "; in 8 bits only is_causal, window, q_start, sinks and scales, and rows that start at multiples of 16 bytes"
     raise ValueError(
       f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of {chunk} up "
       f"to {most}{only if chunk == 16 else ''}"
@@ -206,7 +206,9 @@ def latent_forward(problem: Problem, target: Target) -> Iterator[Latent]:
 def check_measured(problem: Problem) -> None:
   """Raise ValueError if a problem of large head sizes has features with which no tiles were measured."""
   if not SERVED.issuperset(problem.features):
-    raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
+    raise ValueError(
+      "supports only is_causal, window, q_start, kv_lengths and sinks; tiles for other features have not been measured"
+    )
 
 
 def float32_forward(problem: Problem, target: Target) -> Iterator[Float32]:
@@ -219,7 +221,7 @@ def float32_forward(problem: Problem, target: Target) -> Iterator[Float32]:
   if arch != "sm_90" or max(Dk, Dv) > MOST:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes up to {MOST}")
   if not problem.light_on_registers:
-    raise ValueError("no features but masks of places and sinks, for want of registers")
+    raise ValueError("supports only is_causal, window, q_start and sinks; others need too many registers")
   for best in FLOAT32[min(x for x in FLOAT32 if max(Dk, Dv) <= x)]:
     yield _no_larger(best, problem, wgmma.K)
 
