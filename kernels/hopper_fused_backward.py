@@ -52,7 +52,7 @@ from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
-from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column
+from uopattn.dsl.nvidia.score_gradients import elements_of, packed, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.nvidia.tma import Slots
@@ -419,7 +419,7 @@ class Mainloop:
       ready = wait_for(1, scores[0], issued)
       lse = pipe.q.numbers(number, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
-      products = self.elements(scores[0].after(ready))
+      products = elements_of(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
       before, kept = ready, dropped(rules, score_rows, p)
       if early:
@@ -427,9 +427,8 @@ class Mainloop:
       ready = wait_for(int(early), scores[1], ready)
       delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
-      ds = self.packed(
-        words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready
-      )
+      elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)))
+      ds = self.packed(words[1], elements, ready)
       issued = UOp.group(*self.store_ds(i, number, ds))
       if not early:
         issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, number, before, ready))
@@ -465,9 +464,8 @@ class Mainloop:
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
-    pairs = [(i, half) for i in range(BLOCK // MMA_N) for half in range(HALVES)]
-    packed = [CUDA.pack(elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
-    return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(packed)]))
+    stores = [words.after(*after)[i].store(x) for i, x in enumerate(packed(elements, BLOCK, self.dtype))]
+    return words.after(UOp.group(*stores))
 
   def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Start acc += the elements of packed words times a tile, (64, columns)."""
@@ -520,10 +518,6 @@ class Mainloop:
     memory, words = self.dq.after(*after), [part[i].load().bitcast(dtypes.uint) for i in range(PART // 2)]
     places = self.places()
     return [CUDA.store_chunk(memory[places[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
-
-  def elements(self, scores: UOp) -> Elements:
-    """Return this lane's elements of S or dP."""
-    return {(0, i // 4, i % 4): scores[i].load() for i in range(BLOCK // 2)}
 
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, 2, round_up(p.M, BLOCK)), in_float32, scratch=True)

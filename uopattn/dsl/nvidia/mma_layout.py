@@ -24,6 +24,7 @@ MMA_M = 16  # rows of a warp's tile
 MMA_N = 8  # columns of an accumulator tile
 HALVES = 2  # rows g and g + 8
 QUAD = 4  # lanes that share a row
+WORDS = 4  # 32-bit words of a left operand per lane and step
 
 
 def row_of(lane: UOp, half: int) -> UOp:
@@ -96,9 +97,10 @@ class Epilogue:
     lse: (heads, rows) float32, or None.
     dialect: dialect of the instructions.
     operand: dtype of the products' operands, by default that of `out`.
-    first: column of `out` that is the accumulators' first one, a multiple of 16. Those from 0 on store the LSE.
+    first: column of `out` that is the accumulators' first one, a multiple of 16.
     pairs: whether to store two elements in float32 at once where rows begin at multiples of 8 bytes; the quad then
       writes whole sectors of 32 bytes.
+    stores_lse: whether this warp stores the LSE, where several have columns of the same rows; None if all store it.
   """
 
   out: UOp | View
@@ -109,6 +111,7 @@ class Epilogue:
   operand: DType | None = None
   first: UOp | int = 0
   pairs: bool = False
+  stores_lse: UOp | None = None
 
   def store_output(
     self, rules: HeadRules, rows: list[UOp], acc: UOp | list[UOp], m_i: UOp, l_i: list[UOp], p_scale_log2: int
@@ -126,7 +129,7 @@ class Epilogue:
       stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], finished_row.factor)
       if self.lse is not None:
         inside = (row < sizes(self.lse)[1]) & (self.lane % QUAD).eq(0)
-        inside = inside & self.first.eq(0) if isinstance(self.first, UOp) else inside
+        inside = inside if self.stores_lse is None else inside & self.stores_lse
         stores += store_lse(self.lse, inside, self.head, row, finished_row.numbers(self.lse))
     return stores
 
