@@ -18,8 +18,8 @@ V may be the first columns of K, as in multi-head latent attention with absorbed
 tile is then the tile of K, and each key is read once.
 
 In 16 bits it supports D=512, and Dk=576 with Dv=512, on sm_80 and newer. sm_75, whose workgroups have 64 KiB, goes up
-to 320. At D=512 nothing spills (nvcc 13). Per 64 x 64 scores a warp reads 0.53 operands per product; each tile of K and
-V, which come from L2, serves 64 queries.
+to 320, and serves some sizes up to 384. At D=512 nothing spills (nvcc 13). Per 64 x 64 scores a warp reads 0.53
+operands per product; each tile of K and V, which come from L2, serves 64 queries.
 
 Speed on an H200, float16: 294 TFLOP/s at D=512, causal 272; MLA decode of 16 query heads at B=16 takes 1.2 times as
 long as a read of the keys. scripts/results/KERNELS.md has more.

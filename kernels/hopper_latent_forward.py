@@ -18,7 +18,7 @@ half of a tile's columns is replaced as soon as the warpgroup with these columns
 read it before, for S. A producer warpgroup loads Q and the halves by TMA (`uopattn.dsl.nvidia.tensor_pipeline`), as if
 they were K and V. S begins with the first half. Nothing spills.
 
-Speed on an H200, float16, Dk=576, Dv=512, N=8192, B=16: 81 us with 128 query heads (448 TFLOP/s), 56 us with 64.
+Speed on an H200, float16, Dk=576, Dv=512, N=8192, B=16: 81 us with 128 query heads (448 TFLOP/s), 55.5 us with 64.
 scripts/results/KERNELS.md has more.
 """
 
