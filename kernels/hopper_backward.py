@@ -45,7 +45,7 @@ from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.score_gradients import (
   elements_of,
-  packed,
+  left_words,
   queries_of_columns,
   score_rows_by_column,
   score_rows_by_row,
@@ -285,7 +285,7 @@ class Mainloop:
 
   def start_sum(self, acc: UOp, factor: UOp, elements: Elements, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Start acc += elements times a tile, (64, columns); `factor` is registers for the packed elements."""
-    words = packed(elements, self.tiles.block, self.dtype)
+    words = left_words(elements, self.tiles.block, self.dtype)
     held = factor.after(UOp.group(*[factor.after(*after)[i].store(word) for i, word in enumerate(words)]))
     steps, panels = tile.rows // wgmma.K, (0, tile.panel)
     address, form = tile.after(*after).address(), wgmma.Form.REGISTERS

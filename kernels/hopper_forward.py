@@ -42,8 +42,7 @@ softmax start, at the same time.
 
 Speed on an H100, bfloat16, N=4096: 613 TFLOP/s at D=128, 490 at D=64 and 692 at D=256, 0.975, 1.05 and 1.02 times
 FlashAttention-3; causal 575 at D=128, 1.02 times. fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16 was before m
-was allowed to lag behind the maximum.
-scripts/results/KERNELS.md has more, and what spills.
+was allowed to lag behind the maximum. scripts/results/KERNELS.md has more, and what spills.
 """
 
 from dataclasses import dataclass, replace

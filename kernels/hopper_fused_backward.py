@@ -52,7 +52,7 @@ from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
-from uopattn.dsl.nvidia.score_gradients import elements_of, packed, queries_of_columns, score_rows_by_column
+from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.nvidia.tma import Slots
@@ -464,7 +464,7 @@ class Mainloop:
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
-    stores = [words.after(*after)[i].store(x) for i, x in enumerate(packed(elements, BLOCK, self.dtype))]
+    stores = [words.after(*after)[i].store(x) for i, x in enumerate(left_words(elements, BLOCK, self.dtype))]
     return words.after(UOp.group(*stores))
 
   def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:

@@ -65,7 +65,7 @@ def elements_of(scores: UOp) -> Elements:
   return {(0, i // 4, i % 4): scores[i].load() for i in range(sizes(scores)[0])}
 
 
-def packed(elements: Elements, columns: int, dtype: DType) -> list[UOp]:
+def left_words(elements: Elements, columns: int, dtype: DType) -> list[UOp]:
   """Round P or dS of a warpgroup's rows to 16 bits: the words of the left operand of a product."""
   pairs = [(n, 2 * half) for n in range(columns // MMA_N) for half in range(HALVES)]
   return [CUDA.pack(elements[0, n, e], elements[0, n, e + 1], dtype) for n, e in pairs]
