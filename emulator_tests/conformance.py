@@ -133,10 +133,9 @@ class Subject:
       if tiles is None and self.small is not None and not chosen:
         tiles = self.small(arch)
       if tiles is not None:
-        patch = enter(pytest.MonkeyPatch.context())
-        take_tiles(patch, tiles)
         if self.multiprocessors is not None:
-          patch.setattr(self.kernel, "MULTIPROCESSORS", self.multiprocessors)
+          tiles = replace(tiles, multiprocessors=self.multiprocessors)
+        take_tiles(enter(pytest.MonkeyPatch.context()), tiles)
       yield
 
   def inputs(self, arch: str, sizes: Sizes, dtype: DType, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

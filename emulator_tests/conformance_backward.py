@@ -16,6 +16,7 @@ from helpers import on, on_device
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
+from writers import one_writer_each
 
 from uopattn.dsl.gpu import wide_backward
 from uopattn.dsl.schedule import Schedule
@@ -509,8 +510,9 @@ class Case:
     for x in launch.buffers():
       if x.name in launch.kernel.outputs and x.name not in given:
         given[x.name] = [stored(np.full(x.shape, np.nan, np.float32), x.dtype, self.device)]
-    results = launch.run(self.device, given, self.arguments.variables())
-    Tensor.realize(*results.values())
+    with one_writer_each():
+      results = launch.run(self.device, given, self.arguments.variables())
+      Tensor.realize(*results.values())
     return results
 
   def check(self, tiles: TilePair | None = None) -> dict[str, Array]:

@@ -294,7 +294,7 @@ WIDE = (
   | TRANSPOSE
   | {
     "maxima of the first warp's keys": Mistake(
-      cuda_wide_forward.Exchange, "rows", lambda right: lambda self, values: [x[:1] for x in right(self, values)]
+      cuda_wide_forward.GroupExchange, "rows", lambda right: lambda self, values: [x[:1] for x in right(self, values)]
     ),
     "each slice's keys are the first": Mistake(
       cuda_wide_forward.SliceMma, "mma_abt", lambda right: lambda self, *given: right(first_slice(self), *given)
@@ -369,7 +369,7 @@ HOPPER_WIDE = (
   | PACK
   | {
     "maxima and sums of a warpgroup's own keys": Mistake(
-      hopper_wide_forward.Exchange,
+      hopper_wide_forward.WarpgroupExchange,
       "swapped",
       lambda right: lambda self, values, *after: (values, right(self, values, *after)[1]),
     ),

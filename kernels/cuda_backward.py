@@ -50,9 +50,9 @@ from uopattn.dsl.gpu.backward_mainloop import (
   rows_of_queries,
 )
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.instructions import CUDA, TURING, Cuda
+from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline, of_head
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
+from uopattn.dsl.nvidia.mma import PAIR, Accumulators, Left, Mma, MmaTiles, check_step
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_elements, row_of
 from uopattn.dsl.nvidia.score_gradients import (
   queries_of_columns,
@@ -69,7 +69,7 @@ BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements per step -> an integer of
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(MmaTiles):
   """The block sizes of one kernel.
 
   Attributes:
@@ -93,37 +93,18 @@ class Tiles:
   turing: bool = False
 
   def __post_init__(self) -> None:
-    if self.step not in BITS:
-      raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, BITS))}")
+    self.check(BITS, row_tiles=1, stages=2)
     if self.block < 1 or self.block % PAIR:
       raise ValueError(f"Tiles.block={self.block}: must be a multiple of {PAIR}")
-    if self.row_tiles < 1:
-      raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
-    if self.stages < 2:
-      raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
     if self.parts > 1 and self.in_registers:
       raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
-
-  @property
-  def parts(self) -> int:
-    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
-    return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
   def rows(self) -> int:
     """Stationary rows per workgroup."""
     return self.warps * self.row_tiles * MMA_M
-
-  @property
-  def threads(self) -> int:
-    return self.warps * WARP
-
-  @property
-  def dialect(self) -> Cuda:
-    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
-    return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int, slots: int = 1) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
     """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V).
@@ -138,7 +119,7 @@ class Tiles:
 
   def shared_bytes(self, Dk: int, Dv: int, slots: int = 1) -> int:
     """Bytes of shared memory per workgroup; see `panels`."""
-    return sum(x.bits.itemsize * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv, slots) for x in panels)
+    return sum(x.bytes for panels in self.panels(Scope(), Dk, Dv, slots) for x in panels)
 
   def registers(self, Dk: int, Dv: int, sums: int) -> int:
     """32-bit registers per lane for the stationary rows, S, dP and `sums` columns of sums."""
@@ -264,13 +245,13 @@ class WarpMma:
     Raises:
       ValueError: `Tiles.step` is for elements of another size than the dtype's.
     """
-    if tiles.step * dtype.itemsize != STEP_BYTES:
-      raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // dtype.itemsize} for {dtype}")
+    check_step(tiles.step, dtype)
     stationary, streamed = tiles.panels(s, Dk, Dv, slots)
     return cls(Mma(s, dtype, tiles.turing, tiles.parts), group, tiles, stationary), streamed
 
   @property
   def dialect(self) -> Cuda:
+    """That of the elementwise step, whose instructions sm_75 has too."""
     return CUDA
 
   @cached_property

@@ -51,9 +51,9 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.instructions import CUDA, TURING, Cuda
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline, of_head
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step
+from uopattn.dsl.nvidia.mma import PAIR, STEPS, Left, Mma, MmaTiles, check_step
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
@@ -80,7 +80,7 @@ RESIDENT = 8  # workgroups of narrow tiles per multiprocessor: two warps per sch
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(MmaTiles):
   """The block sizes of one kernel.
 
   Attributes:
@@ -106,41 +106,24 @@ class Tiles:
   narrow: int = 0
 
   def __post_init__(self) -> None:
-    if self.step not in STEPS:
-      raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, STEPS))}")
+    self.check(STEPS, m_tiles=1, stages=2)
     if self.block_n < 1 or self.block_n % max(self.step, PAIR):
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {max(self.step, PAIR)}")
-    if self.m_tiles < 1:
-      raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
-    if self.stages < 2:
-      raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
     if self.parts > 1 and self.in_registers:
       raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
     if self.narrow not in (0, 4, 8) or (
       self.narrow and not (self.step == 16 and self.warps == 1 and self.in_registers)
     ):
-      raise ValueError(f"Tiles.narrow={self.narrow}: must be 0; or 8 or 4, for one warp with queries in registers")
+      raise ValueError(
+        f"Tiles.narrow={self.narrow}: must be 0; or 8 or 4, for one warp with queries in registers and step=16"
+      )
 
   @property
   def block_m(self) -> int:
     """Queries per workgroup."""
     return self.warps * self.m_tiles * MMA_M
-
-  @property
-  def threads(self) -> int:
-    return self.warps * WARP
-
-  @property
-  def parts(self) -> int:
-    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
-    return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
-
-  @property
-  def dialect(self) -> Cuda:
-    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
-    return TURING if self.turing else CUDA
 
   def q_tile(self, s: Scope, Dk: int) -> SwizzledTiles:
     """Allocate Q in shared memory."""
@@ -197,14 +180,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   check_step(tiles.step, q.dtype)
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
   check_narrow(tiles.narrow, Dk, Dv)
-  blocks, p_scale = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
+  blocks, p_scale_log2 = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
   views = [head_rules.keys(x, q.dtype) for x in (k, v)]
   tiles, mma = with_mma(s, q.dtype, views, tiles)
-  unit = WarpMma(mma, group, tiles, p_scale)
+  unit = WarpMma(mma, group, tiles, p_scale_log2)
 
   state = State.make(s, len(unit.rows), (tiles.m_tiles, tiles.columns(Dv) // MMA_N, 4), group.item)
   q_tile, key_tiles = tiles.q_tile(s, Dk), tiles.key_tiles(s, Dk, Dv, rules.scales is not None)
@@ -220,7 +203,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   common = o, group.result, group.lane, lse, tiles.dialect, q.dtype
   epilogue = NarrowEpilogue(*common, bits=tiles.narrow) if tiles.narrow else Epilogue(*common)
-  stores = epilogue.store_output(head_rules, unit.rows, state.acc, state.m_i, loaded(state.l_i), p_scale)
+  stores = epilogue.store_output(head_rules, unit.rows, state.acc, state.m_i, loaded(state.l_i), p_scale_log2)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 

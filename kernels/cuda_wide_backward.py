@@ -36,7 +36,7 @@ from uopattn.dsl.schedule import DTYPES_16_32, Schedule, group_of_chosen
 from uopattn.kernels import cuda_backward
 from uopattn.kernels.cuda_backward import BITS, WarpMma
 
-COLUMNS = 32  # of which `Tiles.block` and `Tiles.width` are multiples, as `Epilogue` stores them
+COLUMNS = 32  # of which `Tiles.block` and `Tiles.width` are multiples: `Epilogue` stores so many at once
 
 
 @dataclass(frozen=True)

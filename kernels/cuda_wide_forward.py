@@ -18,8 +18,8 @@ V may be the first columns of K, as in multi-head latent attention with absorbed
 tile is then the tile of K, and each key is read once.
 
 In 16 bits it supports D=512, and Dk=576 with Dv=512, on sm_80 and newer. sm_75, whose workgroups have 64 KiB, goes up
-to 320. At D=512 nothing spills (nvcc 13). Per 64 x 64 scores a warp reads 0.53 operands per product; each tile of K and
-V, which come from L2, serves 64 queries.
+to 320, and serves some sizes up to 384. At D=512 nothing spills (nvcc 13). Per 64 x 64 scores a warp reads 0.53
+operands per product; each tile of K and V, which come from L2, serves 64 queries.
 
 Speed on an H200, float16: 294 TFLOP/s at D=512, causal 272; MLA decode of 16 query heads at B=16 takes 1.2 times as
 long as a read of the keys. scripts/results/KERNELS.md has more.
@@ -36,15 +36,16 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.instructions import CUDA, TURING, Cuda
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline, of_head
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, MmaTiles, check_step
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
   MMA_N,
   QUAD,
   WARP,
+  WORDS,
   Epilogue,
   columns,
   row_elements,
@@ -58,11 +59,9 @@ from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
-WORDS = 4  # 32-bit words of a left operand per lane
-
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(MmaTiles):
   """The block sizes of one kernel.
 
   Attributes:
@@ -86,19 +85,12 @@ class Tiles:
   values_in_keys: bool = False
 
   def __post_init__(self) -> None:
-    if self.step not in STEPS:
-      raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, STEPS))}")
-    if self.slices < 2:
-      raise ValueError(f"Tiles.slices={self.slices}: must be at least 2")
+    self.check(STEPS, slices=2, m_tiles=1, stages=1 + self.values_in_keys)
     if self.block_n < 1 or self.block_n % (self.slices * max(self.step, PAIR)):
       least = self.slices * max(self.step, PAIR)
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} with {self.slices} slices")
-    if self.m_tiles < 1:
-      raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
       raise ValueError(f"Tiles.groups={self.groups}: must be in 1..{32 // self.slices} with {self.slices} slices")
-    if self.stages < 1 + self.values_in_keys:
-      raise ValueError(f"Tiles.stages={self.stages}: must be at least {1 + self.values_in_keys}")
 
   @property
   def tf32(self) -> bool:
@@ -123,15 +115,6 @@ class Tiles:
   def keys(self) -> int:
     """Keys per tile whose scores a warp computes."""
     return self.block_n // self.slices
-
-  @property
-  def threads(self) -> int:
-    return self.warps * WARP
-
-  @property
-  def dialect(self) -> Cuda:
-    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
-    return TURING if self.turing else CUDA
 
   def panels_per_slice(self, Dv: int) -> int:
     """Panels of V (see `uopattn.dsl.nvidia.swizzled`) whose columns a warp has."""
@@ -164,7 +147,7 @@ class Tiles:
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
-    panels = {x.memory: x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)}
+    panels = {x.memory: x.bytes for x in self.panels(Scope(), Dk, Dv)}
     return sum(panels.values()) + 4 * (self.p_words + self.row_words)
 
   def resident(self, problem: Problem, target: Target) -> int:
@@ -197,7 +180,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  exchange = Exchange.make(s, tiles, group)
+  exchange = GroupExchange.make(s, tiles, group)
   unit = SliceMma(Mma(s, q.dtype, tiles.turing), group, tiles, Dv, exchange, p_scale_log2)
 
   acc = (tiles.m_tiles, tiles.columns(Dv) // MMA_N, 4)
@@ -218,7 +201,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = state.after(dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
   # Each warp stores its slice of the columns.
-  epilogue = Epilogue(o, group.result, group.lane, lse, dialect, q.dtype, unit.slice * tiles.columns(Dv))
+  first = unit.slice * tiles.columns(Dv)
+  epilogue = Epilogue(o, group.result, group.lane, lse, dialect, q.dtype, first, stores_lse=first.eq(0))
   l_i = exchange.sums(state.l_i)
   stores = epilogue.store_output(head_rules, unit.rows, state.acc, state.m_i, l_i, p_scale_log2)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
@@ -245,7 +229,7 @@ class SharedTiles:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class GroupExchange:
   """Shared memory through which the warps of a group exchange P and a statistic per row.
 
   Each lane has the same rows as that lane of the other warps, so it stores its word for them, and reads theirs.
@@ -263,15 +247,18 @@ class Exchange:
   row: UOp
 
   @classmethod
-  def make(cls, s: Scope, tiles: Tiles, group: Workgroup) -> "Exchange":
+  def make(cls, s: Scope, tiles: Tiles, group: Workgroup) -> "GroupExchange":
     """Allocate the memory."""
     p = s.buffer(tiles.p_words, dtype=dtypes.uint, space=AddrSpace.LOCAL)
     return cls(tiles, group, p, s.buffer(tiles.row_words, dtype=dtypes.uint, space=AddrSpace.LOCAL))
 
   def rows(self, values: list[UOp]) -> list[list[UOp]]:
-    """Exchange a number per row, the same in the row's four lanes, in all warps; return those of all slices, by row.
+    """Exchange one number per row, which the row's four lanes share, between the warps.
 
     Lane t of the four stores the numbers of rows t, t + 4 and so on.
+
+    Returns:
+      Those of all slices, by row.
     """
     lane, words, slices = self.group.lane, len(values), self.tiles.slices
     chunks, quads = ceildiv(words, QUAD), WARP // QUAD
@@ -307,7 +294,7 @@ class Exchange:
       for step, words in enumerate(tile)
     ]
 
-  def load(self, s: Scope, *after: UOp) -> list[list[list[UOp]]]:
+  def load(self, *after: UOp) -> list[list[list[UOp]]]:
     """Load the words of all left operands of the tile."""
     p, steps = self.p.after(*after), range(self.tiles.block_n // self.tiles.step)
     return [
@@ -339,7 +326,7 @@ class SliceMma:
   group: Workgroup
   tiles: Tiles
   Dv: int
-  exchange: Exchange
+  exchange: GroupExchange
   p_scale_log2: int
 
   @property
@@ -406,7 +393,7 @@ class SliceMma:
   ) -> list[UOp]:
     """Compute O = O alpha + P V for this warp's columns. Returns the stores to acc."""
     v_tile = values(*p)
-    words = self.exchange.load(self.mma.scope, v_tile.memory)
+    words = self.exchange.load(v_tile.memory)
     left = [[self.mma.left_of(x) for x in tile] for tile in words]
     v_slice = replace(v_tile, base=v_tile.base + self.slice * self.tiles.panels_per_slice(self.Dv) * v_tile.panel)
     return self.mma.add_weighted(left, v_slice, self.group.lane, acc, old, alphas)
@@ -424,8 +411,8 @@ LONG = 16384  # keys
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether it is expected to be faster than `cuda_forward`, or the only one that serves the head sizes.
 
-  For few queries it is faster where each key is read once for K and V, and where there is one key head. That has about
-  as many splits as there are multiprocessors, each with one warp of `cuda_forward`, but four of this kernel.
+  With few queries it is faster where V is in K, which is then read once, and where there is a single key head: there
+  are then about as many splits as multiprocessors, and a split has one warp in `cuda_forward` but four here.
   """
   one_head = problem.B * problem.Hkv == 1 and problem.N >= LONG
   return max(problem.Dk, problem.Dv) > 256 or (problem.is_decode and (problem.values_in_keys or one_head))

@@ -42,10 +42,16 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
-from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column, score_rows_by_row
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, Epilogue, row_of
+from uopattn.dsl.nvidia.score_gradients import (
+  elements_of,
+  left_words,
+  queries_of_columns,
+  score_rows_by_column,
+  score_rows_by_row,
+)
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
@@ -81,7 +87,7 @@ class Tiles:
 
   @property
   def threads(self) -> int:
-    return self.warpgroups * WARPS * WARP
+    return self.warpgroups * THREADS
 
   def panels(self, s: Scope, Dk: int, Dv: int, slots: int = 1) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
     """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V).
@@ -97,7 +103,7 @@ class Tiles:
 
   def shared_bytes(self, Dk: int, Dv: int, slots: int = 1) -> int:
     """Bytes of shared memory per workgroup; see `panels`."""
-    return sum(2 * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv, slots) for x in panels)
+    return sum(x.bytes for panels in self.panels(Scope(), Dk, Dv, slots) for x in panels)
 
   def registers(self, Dk: int, Dv: int, of_keys: bool) -> int:
     """32-bit registers per lane for S, dP and the sums; in `backward_kv` also for lse and delta."""
@@ -120,7 +126,7 @@ def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  rows, stats = rows_of(group, group.block, tiles), RowStats(CUDA, lse, delta, group.head, rules.moves)
+  rows, stats = rows_of(group, tiles), RowStats(CUDA, lse, delta, group.head, rules.moves)
   row_stats = {place: stats.of(row, True) for place, row in rows.items()}
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
@@ -131,7 +137,7 @@ def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -
     s, head_rules.keys(k), head_rules.keys(v), key_range, streamed[0], streamed[1], group.thread, lag=0
   )
   loop = Mainloop(s, group, q.dtype, tiles, head_rules, key_range, stationary, pipe, score_rows)
-  copies = loop.load_stationary((q, do), group.head, UOp.const(M), group.block, pipe.init())
+  copies = loop.load_stationary((q, do), group.head, UOp.const(M), pipe.init())
   sums, done = loop.run([Sum(loop.zeros(Dk, group.item), Factor.DS, 0)], *copies)
   sums = sums_after(sums, done)
   epilogue = Epilogue(dq, group.head, group.lane)
@@ -151,7 +157,7 @@ def backward_kv(dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
   members = QueryHeads.of(s, rules, group, tiles.rows, tiles.block)
   member, query_range = members.member, members.query_range
-  rows, row_stats = rows_of(group, group.block, tiles), RowStats(CUDA, lse, delta, members.head, rules.moves)
+  rows, row_stats = rows_of(group, tiles), RowStats(CUDA, lse, delta, members.head, rules.moves)
   fetched = s.buffer(tiles.block // 4, 2)
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
@@ -171,7 +177,7 @@ def backward_kv(dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles
     s, queries[0], queries[1], query_range, streamed[0], streamed[1], group.thread, lag=0, before=before
   )
   loop = Mainloop(s, group, q.dtype, tiles, members.rules, query_range, stationary, pipe, score_rows)
-  copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block, pipe.init())
+  copies = loop.load_stationary((k, v), group.head, members.n_keys, pipe.init())
   sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0), Sum(loop.zeros(Dv, group.item), Factor.P, 1)]
   added, done = loop.run(sums_after(sums, *members.axes), *members.axes, *copies)
   sums = sums_after(sums, done.end(*members.axes)) if members.axes else sums_after(added, done)
@@ -180,9 +186,9 @@ def backward_kv(dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles
   return group.kernel(inputs.kernel_name("_kv", rules), stores)
 
 
-def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int], UOp]:
-  """Return a lane's rows, by tile of 16 rows (it has only one) and half."""
-  first = block * tiles.rows + group.warp * MMA_M
+def rows_of(group: Workgroup, tiles: Tiles) -> dict[tuple[int, int], UOp]:
+  """Return a lane's rows in its workgroup's block, by tile of 16 rows (it has only one) and half."""
+  first = group.block * tiles.rows + group.warp * MMA_M
   return {(0, half): first + row_of(group.lane, half) for half in range(HALVES)}
 
 
@@ -217,11 +223,11 @@ class Mainloop:
     """A sum of `width` columns for each row, set to 0."""
     return self.s.filled(0.0, round_up(width, wgmma.K) // 2, after=after)
 
-  def load_stationary(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp, *after: UOp) -> list[UOp]:
-    """Start copying the stationary rows to shared memory."""
-    copies = []
+  def load_stationary(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, *after: UOp) -> list[UOp]:
+    """Start copying the stationary rows, those of the workgroup's block, to shared memory."""
+    copies, group = [], self.group
     for panels, x in zip(self.stationary, sources, strict=True):
-      copies += panels.fill_tile(UOp.const(0), HeadView.of(x, head, length), block, self.group.thread, *after)
+      copies += panels.fill_tile(UOp.const(0), HeadView.of(x, head, length), group.block, group.thread, *after)
     return copies
 
   def run(self, sums: list[Sum], *after: UOp) -> tuple[list[Sum], UOp]:
@@ -256,7 +262,7 @@ class Mainloop:
       started = self.start_scores(stationary, tile, into, started)
     following = self.pipe.producer_load(n + self.pipe.ahead, started)
     ready = wgmma.wait(1, self.tiles.block, scores[0][0], following)
-    products = self.elements(scores[0].after(ready))
+    products = elements_of(scores[0].after(ready))
     p = weights(CUDA, self.rules, score_rows, products, masked)
     of_p, of_ds = ([x for x in sums if x.left is factor] for factor in (Factor.P, Factor.DS))
     in_flight = ready
@@ -264,7 +270,7 @@ class Mainloop:
       elements = dropped(self.rules, score_rows, p)
       in_flight = self.start_sum(total.acc, factors[total.left], elements, tiles[total.right], in_flight)
     in_flight = ready = wgmma.wait(len(of_p), self.tiles.block, scores[1][0], in_flight)
-    ds = score_vjp(self.rules, score_rows, p, products, self.elements(scores[1].after(ready)))
+    ds = score_vjp(self.rules, score_rows, p, products, elements_of(scores[1].after(ready)))
     for total in of_ds:
       in_flight = self.start_sum(total.acc, factors[total.left], ds, tiles[total.right], in_flight)
     for pending, total in zip(reversed(range(len(sums))), [*of_p, *of_ds], strict=True):
@@ -279,19 +285,11 @@ class Mainloop:
 
   def start_sum(self, acc: UOp, factor: UOp, elements: Elements, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Start acc += elements times a tile, (64, columns); `factor` is registers for the packed elements."""
-    words = [
-      CUDA.pack(elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype)
-      for i in range(self.tiles.block // MMA_N)
-      for half in range(HALVES)
-    ]
+    words = left_words(elements, self.tiles.block, self.dtype)
     held = factor.after(UOp.group(*[factor.after(*after)[i].store(word) for i, word in enumerate(words)]))
     steps, panels = tile.rows // wgmma.K, (0, tile.panel)
-    address = tile.after(*after).address()
-    return wgmma.start(self.dtype, tile.columns, steps, acc[0], held[0], address, panels, *after, registers=True)
-
-  def elements(self, scores: UOp) -> Elements:
-    """Return this lane's elements of S or dP."""
-    return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
+    address, form = tile.after(*after).address(), wgmma.Form.REGISTERS
+    return wgmma.start(self.dtype, tile.columns, steps, acc[0], held[0], address, panels, *after, form=form)
 
 
 SCHEDULE = Schedule(

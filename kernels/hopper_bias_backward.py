@@ -21,14 +21,14 @@ from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl import Scope
-from uopattn.dsl.gpu.backward_mainloop import Elements, RowStats, ScoreRow, score_gradients, weights
+from uopattn.dsl.gpu.backward_mainloop import RowStats, ScoreRow, score_gradients, weights
 from uopattn.dsl.gpu.bias_mainloop import BiasTiles, Trips, add_gradients, zeros
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma_layout import WARP, Epilogue
-from uopattn.dsl.nvidia.score_gradients import score_rows_by_row
+from uopattn.dsl.nvidia.score_gradients import elements_of, score_rows_by_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.rules import HeadRules, Rules
@@ -76,23 +76,23 @@ def backward_bias(
   sources = tuple(zip((*of_keys, *of_queries), brought, strict=True))
   pipeline = CpAsyncPipeline(sources, own.stages, trips.item.thread, fenced=True)
   stats = RowStats(CUDA, lse, delta, trips.group.head, rules.moves)
-  loop = Mainloop(s, trips.group, q.dtype, tiles, trips.rules, stats)
-  rows = trips.rows(loop)
+  unit = TripUnit(s, trips.group, q.dtype, tiles, trips.rules, stats)
+  rows = trips.rows(unit)
   acc = zeros(s, rows, trips.item.item).acc
   arrived = pipeline.acquire(trip, pipeline.start(), acc.after(trip))
   tile = trips.key_range.tile(trip) * tiles.block_n
-  done = loop.add(arrived, tile, trips.key_range.n_full.vmax == 0, acc.after(trip)).end(trip)
+  done = unit.add(arrived, tile, trips.key_range.n_full.vmax == 0, acc.after(trip)).end(trip)
   acc = acc.after(pipeline.finish(done, acc.after(done)))
   name = inputs.kernel_name("_bias", rules)
   if (pairs := trips.of_pairs) is None:
     return trips.item.kernel(name, trips.store(dbias, acc, rows))
   place, key = pairs
   epilogue = Epilogue(dbias, place.head, place.lane, first=key, pairs=True)
-  return trips.item.kernel(name, epilogue.store_halves(rows_of(place, place.block, own).values(), acc, 1.0))
+  return trips.item.kernel(name, epilogue.store_halves(rows_of(place, own).values(), acc, 1.0))
 
 
 @dataclass(frozen=True)
-class Mainloop:
+class TripUnit:
   """What a warpgroup does in a trip; a `RowUnit` of all keys of a tile.
 
   Attributes:
@@ -115,7 +115,7 @@ class Mainloop:
     self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]], width: int | None = None
   ) -> list[ScoreRow]:
     """This lane's score rows of `width` keys from `first` on, None for all of a tile; see `RowUnit`."""
-    rows = rows_of(self.group, self.group.block, self.tiles.loop)
+    rows = rows_of(self.group, self.tiles.loop)
     lse_and_delta = {place: row_stats(row) for place, row in rows.items()}
     return score_rows_by_row(rows, lse_and_delta, first, width or self.tiles.block_n, self.group.lane)
 
@@ -129,7 +129,7 @@ class Mainloop:
       started = self.start(do, v, part, scores[1], started)
       rows = self.score_rows(first + part * PART, lambda query: self.stats.of(query, True), PART)
       ready = wgmma.wait(0, PART, scores[1][0], wgmma.wait(1, PART, scores[0][0], started))
-      products, grads = (self.elements(x.after(ready)) for x in scores)
+      products, grads = (elements_of(x.after(ready)) for x in scores)
       ds = score_gradients(self.rules, rows, weights(CUDA, self.rules, rows, products, masked), grads)
       done = UOp.group(*add_gradients(self.rules, rows, ds, products, acc, acc.after(ready), part * PART // 2))
     return done
@@ -139,10 +139,6 @@ class Mainloop:
     left = rows.after(*after).address(self.group.warp // wgmma.WARPS * wgmma.M)
     right, steps, panels = tile.after(*after).address(part * PART), rows.columns // wgmma.K, (rows.panel, tile.panel)
     return wgmma.start(self.dtype, PART, steps, into[0], left, right, panels, *after)
-
-  def elements(self, scores: UOp) -> Elements:
-    """Return this lane's elements of S or dP."""
-    return {(0, i // 4, i % 4): scores[i].load() for i in range(PART // 2)}
 
 
 SCHEDULE = Schedule(

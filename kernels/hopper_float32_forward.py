@@ -43,9 +43,9 @@ from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS, TensorPipeline, WorkTile
+from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS_PER_THREAD, TensorPipeline, WorkTile
 from uopattn.dsl.nvidia.tma import fits
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.nvidia.wgmma_mainloop import SequentialMainloop, State
 from uopattn.dsl.nvidia.wgmma_softmax import Softmax
 from uopattn.dsl.packed import Words, words_of
@@ -55,7 +55,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import LSE, Buffer, K, Kernel, O, Problem, Q, Schedule, V
 from uopattn.dsl.scope import View, as_type, clamp
 from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS
+from uopattn.kernels.hopper_forward import L2_BYTES
 
 PARTS = 3
 MOST = 128  # columns of a head
@@ -83,8 +83,8 @@ class Tiles:
   stages: int = 1
 
   def __post_init__(self) -> None:
-    if self.warpgroups not in REGISTERS:
-      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in {tuple(REGISTERS)}")
+    if self.warpgroups not in REGISTERS_PER_THREAD:
+      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in {tuple(REGISTERS_PER_THREAD)}")
     if not 16 <= self.block_n <= 256 or self.block_n % wgmma.K:
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {wgmma.K} in 16..256")
     if self.stages < 1:
@@ -97,7 +97,7 @@ class Tiles:
 
   @property
   def threads(self) -> int:
-    return (self.warpgroups + 1) * WARPS * WARP
+    return (self.warpgroups + 1) * THREADS
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
     """Allocate the parts of Q, K and V in shared memory."""
@@ -110,7 +110,7 @@ class Tiles:
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
-    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
+    return sum(x.bytes for x in self.panels(Scope(), Dk, Dv))
 
 
 LEAST = 1024  # queries, and keys, for which it has been measured to be faster
@@ -127,7 +127,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   known = (
     target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light_on_registers and not problem.tf32
   )
-  return known and fits_parts and large and work_tiles >= MULTIPROCESSORS
+  return known and fits_parts and large and work_tiles >= target.multiprocessors
 
 
 def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
@@ -181,7 +181,8 @@ def forward(
   (heads, M, Dv), of_keys, of_values, block_m = sizes(o), sizes(k_parts)[2], sizes(v_parts)[2], tiles.block_m
   s = Scope()
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (of_keys + of_values)))
-  scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, False)
+  # How many workgroups run at once matters only to persistent ones.
+  scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, places=1, persistent=False)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   head, block = scheduler.place(group.item, UOp.const(0))
   head_rules = rules.at(head)
@@ -224,13 +225,13 @@ def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, 
     q: the queries of the head.
     first: the workgroup's first query.
   """
-  threads, of_row = WARPS * WARP, to.columns // PARTS // CHUNK
-  warpgroup, thread, stores = group.warp // WARPS, group.thread % threads, []
-  for first_row in range(0, wgmma.M, threads // of_row):
+  of_row, thread = to.columns // PARTS // CHUNK, group.thread % THREADS
+  warpgroup, stores = group.warp // WARPS, []
+  for first_row in range(0, wgmma.M, THREADS // of_row):
     row, chunk = warpgroup * wgmma.M + first_row + thread // of_row, thread % of_row
     words = chunk_of_parts(q, first + row, chunk * CHUNK, first + row < q.length, *after)
     stores += [CUDA.store_chunk(to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
-  return CUDA.named_barrier_sync(1 + warpgroup, threads, CUDA.fence_proxy_async(*stores))
+  return CUDA.named_barrier_sync(1 + warpgroup, THREADS, CUDA.fence_proxy_async(*stores))
 
 
 def of_warpgroup(work_tile: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:

@@ -42,8 +42,7 @@ softmax start, at the same time.
 
 Speed on an H100, bfloat16, N=4096: 613 TFLOP/s at D=128, 490 at D=64 and 692 at D=256, 0.975, 1.05 and 1.02 times
 FlashAttention-3; causal 575 at D=128, 1.02 times. fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16 was before m
-lagged.
-scripts/results/KERNELS.md has more, and what spills.
+was allowed to lag behind the maximum. scripts/results/KERNELS.md has more, and what spills.
 """
 
 from dataclasses import dataclass, replace
@@ -58,11 +57,12 @@ from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import tensor_pipeline, wgmma
 from uopattn.dsl.nvidia.mbarrier import CopyPipeline
+from uopattn.dsl.nvidia.mma import STEP_BYTES, check_step
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS, TensorPipeline
+from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS_PER_THREAD, TensorPipeline
 from uopattn.dsl.nvidia.tma import fits
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.nvidia.wgmma_mainloop import OverlappedMainloop, PingPong, State, Walk
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
@@ -70,8 +70,6 @@ from uopattn.dsl.rules.tile_range import full_then_masked, masked_then_full
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.scope import clamp
 from uopattn.dsl.target import Target
-
-STEP_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,7 @@ class Tiles:
     step: elements in the 32 bytes of a step along k: 16, or 32 for 8-bit types, which need a producer.
     in_registers: whether a warpgroup loads its queries to registers, instead of reading them in shared memory for each
       tile; in 16 bits, with a producer.
+    multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
 
   warpgroups: int
@@ -98,6 +97,7 @@ class Tiles:
   q_stages: int = 1
   step: int = 16
   in_registers: bool = False
+  multiprocessors: int = 132  # of an H100 or H200
 
   def __post_init__(self) -> None:
     if self.step not in (16, 32):
@@ -116,8 +116,10 @@ class Tiles:
       raise ValueError("Tiles.persistent=True: needs producer=True")
     if self.in_registers and (not self.producer or self.step == 32):
       raise ValueError("Tiles.in_registers=True: needs producer=True and step=16")
-    if self.producer and self.warpgroups not in REGISTERS:
-      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be 1 to {max(REGISTERS)} with a producer")
+    if self.producer and self.warpgroups not in REGISTERS_PER_THREAD:
+      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be 1 to {max(REGISTERS_PER_THREAD)} with a producer")
+    if self.multiprocessors < 1:
+      raise ValueError(f"Tiles.multiprocessors={self.multiprocessors}: must be at least 1")
 
   @property
   def block_m(self) -> int:
@@ -126,7 +128,7 @@ class Tiles:
 
   @property
   def threads(self) -> int:
-    return (self.warpgroups + self.producer) * WARPS * WARP
+    return (self.warpgroups + self.producer) * THREADS
 
   @property
   def p_words(self) -> int:
@@ -157,10 +159,9 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     panels = (*self.panels(Scope(), Dk, Dv), self.transposed(Scope(), Dv))
-    return sum(2 * x.slots * x.size for x in panels if x is not None)
+    return sum(x.bytes for x in panels if x is not None)
 
 
-MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
 
 
@@ -183,7 +184,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   tiles = _served_tiles(tiles, q, k, v, rules)
   cached = max(1, L2_BYTES * rules.group // (q.dtype.itemsize * rules.N * (Dk + Dv)))
   blocks = ceildiv(M, tiles.block_m)
-  scheduler = TileScheduler.of(heads, blocks, cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
+  scheduler = TileScheduler.of(heads, blocks, cached, rules.longest_last, tiles.multiprocessors, tiles.persistent)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   trips, order = scheduler.trips(group.item).simplify(), Order.of(rules, tiles)
   diverges = order is Order.DIAGONAL_FIRST
@@ -223,8 +224,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 def _served_tiles(tiles: Tiles, q: UOp, k: UOp, v: UOp, rules: Rules) -> Tiles:
   """The tiles without a producer, where tensor maps cannot describe the rows. Raises ValueError; see `forward`."""
-  if tiles.step * q.dtype.itemsize != STEP_BYTES:
-    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
+  check_step(tiles.step, q.dtype)
   if not tiles.producer or all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
     return tiles
   if tiles.step == 32:

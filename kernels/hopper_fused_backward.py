@@ -9,11 +9,11 @@ and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a w
 Before the last dK of the tile is started:
     sync, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where it is added to memory
-At head sizes above 64 a warpgroup has 64 keys: all wait for each other, and each computes 64 columns of dQ over all
-keys. Up to 64 it has 128 keys, which halves what is added to memory, and computes dQ over its own keys only. The second
-warpgroup adds its part to the first one's in shared memory. So the first one never waits, and one computes P and dS
-while the other multiplies. Masks on single keys, score functions and dropout need registers; then it has 64 keys there
-too.
+Where Dk is above 64 a warpgroup has 64 keys: both wait for each other, and each computes 64 columns of dQ over all
+keys. Up to 64 it computes dQ over its own keys only, and the second warpgroup adds its part to the first one's in
+shared memory. So the first one never waits, and one computes P and dS while the other multiplies. It then has 128 keys,
+which halves what is added to memory; but 64 where Dv is above 64, or where masks on single keys, score functions or
+dropout need the registers.
 
 The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits.
 Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
@@ -28,7 +28,7 @@ Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
 (`uopattn.dsl.nvidia.gradient_pipeline`). nvcc 13 spills nothing without score functions.
 
-With score functions at head sizes above 64, dV is started before dP is waited for, as otherwise more would spill.
+With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 
 Speed on an H100, bfloat16, N=4096: 532 TFLOP/s at D=128 and 478 at D=64, causal 470 and 427.
 scripts/results/KERNELS.md has more.
@@ -52,11 +52,11 @@ from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
-from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column
+from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.nvidia.tma import Slots
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST
@@ -82,7 +82,8 @@ from uopattn.dsl.target import Target
 
 BLOCK = 64  # queries per tile
 PART = 64  # columns of a part of dQ, whose rows are a tile
-THREADS = WARPS * WARP
+WARPGROUPS = 2  # that compute
+REGISTERS_PER_THREAD = (24, 240)  # of the producer and of the consumers, of 65536
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,14 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    warpgroups: warpgroups that compute.
     stages: tiles of Q, and of dO, in shared memory.
     row_tiles: tiles of 64 keys per warpgroup.
   """
 
-  warpgroups: int
   stages: int = 2
   row_tiles: int = 1
 
   def __post_init__(self) -> None:
-    if self.warpgroups not in REGISTERS:
-      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in {tuple(REGISTERS)}")
     if self.stages < 1:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
     if self.row_tiles < 1:
@@ -110,7 +107,7 @@ class Tiles:
   @property
   def rows(self) -> int:
     """Keys per workgroup."""
-    return self.warpgroups * self.row_tiles * wgmma.M
+    return WARPGROUPS * self.row_tiles * wgmma.M
 
   def row(self, warpgroup: UOp, row_tile: int) -> UOp:
     """The first row of a warpgroup's tile of keys."""
@@ -118,7 +115,7 @@ class Tiles:
 
   @property
   def threads(self) -> int:
-    return (self.warpgroups + 1) * THREADS
+    return (WARPGROUPS + 1) * THREADS
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles], SwizzledTiles]:
     """Shared memory for K and V, for tiles of Q and dO, and for dS, keys by queries."""
@@ -130,7 +127,7 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 4 * parts(Dk) * BLOCK * PART + 10 * 1024
+    return ds.bytes + 4 * parts(Dk) * BLOCK * PART + GradientPipeline.shared_bytes(stationary, streamed)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
@@ -139,13 +136,11 @@ class Tiles:
   @classmethod
   def of(cls, problem: Problem) -> "Tiles":
     """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
-    return cls(2, row_tiles=2 if problem.Dk <= PART and problem.light_on_registers else 1)
+    return cls(row_tiles=2 if max(problem.Dk, problem.Dv) <= PART and problem.light_on_registers else 1)
 
 
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
-REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
-MULTIPROCESSORS = 132  # of an H100 or H200
 FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)
 
 
@@ -167,12 +162,13 @@ def preferred(problem: Problem, target: Target) -> bool:
   """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for each other."""
   p = problem
   blocks, kv_heads = ceildiv(p.N, Tiles.of(p).rows), p.B * p.Hkv
-  first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
-  tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, BLOCK)
+  places = target.multiprocessors
+  first_wave = min(blocks, places / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
+  tiles = ceildiv(kv_heads * blocks, places) * p.group * ceildiv(p.M, BLOCK)
   return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
 
-def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles, moves: bool) -> UOp:
+def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, moves: bool) -> UOp:
   """Build the kernel that prepares the pass.
 
   Args:
@@ -180,7 +176,6 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles
       exist the LSE is infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
-    tiles: block sizes.
     moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
   (heads, _, padded), (_, M), count = sizes(row_stats), sizes(lse), semaphores.base.max_numel()
@@ -200,14 +195,13 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
 
 
-def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, tiles: Tiles, scale: float) -> UOp:
+def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, scale: float) -> UOp:
   """Build the kernel that rounds dQ.
 
   Args:
     dq: (heads, M, Dk), receives dQ.
     dq_sum: (heads, tiles, parts, 4096) float32, the sums as accumulators lie in registers.
     semaphores: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
-    tiles: block sizes.
     scale: factor of the sums.
   """
   (heads, M, Dk), (_, n_tiles, parts, _) = sizes(dq), sizes(dq_sum)
@@ -268,9 +262,9 @@ def backward(
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
   part = s.buffer(parts(Dk) * BLOCK * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
-  pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
+  pipe = GradientPipeline(s, group, stationary, streamed, WARPGROUPS * WARPS, REGISTERS_PER_THREAD)
 
-  beside = partial(add_dq, s, group, tiles, members, semaphores, dq_sum, part, pipe.free)
+  beside = partial(add_dq, s, group, members, semaphores, dq_sum, part, pipe.free)
   started = pipe.start(views, group.block, members, numbers, beside)
   heads_here = members()
   in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
@@ -297,7 +291,6 @@ def workgroup_of_keys(s: Scope, kv_heads: int, blocks: int, heads: int, tiles: T
 def add_dq(
   s: Scope,
   group: Workgroup,
-  tiles: Tiles,
   members: Callable[[], QueryHeads],
   semaphores: UOp,
   dq_sum: UOp,
@@ -311,14 +304,14 @@ def add_dq(
     part: shared memory for dQ of a tile.
     barrier: signals that it may be written again.
   """
-  once = s.axis(blurred(group.warp.eq(tiles.warpgroups * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
+  once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, entry = loop(s, heads.query_range.n_tiles, after, once, *outer)
   tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(part)[0]
   taken = CUDA.semaphore_wait(semaphores.base[tile], block, leads & (block > 0), *entry)
-  givers = 1 if sizes(dq_sum)[2] == 1 else tiles.warpgroups
-  met = CUDA.named_barrier_sync(DS_STORED + tiles.warpgroups, givers * THREADS + WARP, taken)
+  givers = 1 if sizes(dq_sum)[2] == 1 else WARPGROUPS
+  met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
   added = CUDA.tma_reduce_add(dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = CUDA.mbarrier_arrive(barrier[0], leads, CUDA.bulk_wait_read(leads, added))
   done = CUDA.semaphore_release(semaphores.base[tile], block + 1, leads, CUDA.bulk_wait(leads, free)).end(n)
@@ -426,7 +419,7 @@ class Mainloop:
       ready = wait_for(1, scores[0], issued)
       lse = pipe.q.numbers(number, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
-      products = self.elements(scores[0].after(ready))
+      products = elements_of(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
       before, kept = ready, dropped(rules, score_rows, p)
       if early:
@@ -434,9 +427,8 @@ class Mainloop:
       ready = wait_for(int(early), scores[1], ready)
       delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
-      ds = self.packed(
-        words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready
-      )
+      elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)))
+      ds = self.packed(words[1], elements, ready)
       issued = UOp.group(*self.store_ds(i, number, ds))
       if not early:
         issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, number, before, ready))
@@ -452,16 +444,15 @@ class Mainloop:
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
     if self.splits_columns:
-      return CUDA.named_barrier_sync(DS_STORED, self.tiles.warpgroups * THREADS, *after)
+      return CUDA.named_barrier_sync(DS_STORED, WARPGROUPS * THREADS, *after)
     threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
     return CUDA.named_barrier_sync(DS_STORED + self.warpgroup, threads, *after)
 
   def give(self, *after: UOp) -> UOp:
     """Signal that the part of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
-    warpgroups, last = self.tiles.warpgroups, self.warpgroup.eq(self.tiles.warpgroups - 1)
     if self.splits_columns:
-      return CUDA.named_barrier_arrive(DS_STORED + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after)
-    threads = last.where(UOp.const(THREADS + WARP), 2 * THREADS)
+      return CUDA.named_barrier_arrive(DS_STORED + WARPGROUPS, WARPGROUPS * THREADS + WARP, UOp.const(True), *after)
+    threads = self.warpgroup.eq(WARPGROUPS - 1).where(UOp.const(THREADS + WARP), 2 * THREADS)
     return CUDA.named_barrier_arrive(DS_STORED + self.warpgroup + 1, threads, UOp.const(True), *after)
 
   def start_scores(self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
@@ -473,15 +464,14 @@ class Mainloop:
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
-    pairs = [(i, half) for i in range(BLOCK // MMA_N) for half in range(HALVES)]
-    packed = [CUDA.pack(elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
-    return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(packed)]))
+    stores = [words.after(*after)[i].store(x) for i, x in enumerate(left_words(elements, BLOCK, self.dtype))]
+    return words.after(UOp.group(*stores))
 
   def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Start acc += the elements of packed words times a tile, (64, columns)."""
     steps, panels = tile.rows // wgmma.K, (0, tile.panel)
-    address = tile.after(*after).address()
-    return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, registers=True)
+    address, form = tile.after(*after).address(), wgmma.Form.REGISTERS
+    return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, form=form)
 
   def start_dv(self, words: UOp, p: Elements, of_dv: UOp, number: UOp, scored: UOp, *after: UOp) -> UOp:
     """Start dV += P dO, where P is rounded to `words` once S is there (`scored`)."""
@@ -505,15 +495,16 @@ class Mainloop:
     """Start this warpgroup's part of dS^T K, (64, 64): some columns of it, or the product of its keys."""
     tiles, ds, k = self.tiles, self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
     if self.splits_columns:
+      form = wgmma.Form.BY_ROWS
       keys, left, right = tiles.rows, ds.base, k.base + self.warpgroup * k.panel
     else:
+      form = wgmma.Form.BY_ROWS_ADDED
       first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
       left, right = ds.base + first, k.base + first
       partial_dq = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.places()]
       after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(partial_dq))
     a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
-    panels = (ds.panel, k.panel)
-    return wgmma.start(self.dtype, PART, steps, part[0], a, b, panels, *after, by_rows=True, clears=self.splits_columns)
+    return wgmma.start(self.dtype, PART, steps, part[0], a, b, (ds.panel, k.panel), *after, form=form)
 
   def places(self) -> list[UOp]:
     """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
@@ -528,10 +519,6 @@ class Mainloop:
     places = self.places()
     return [CUDA.store_chunk(memory[places[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
 
-  def elements(self, scores: UOp) -> Elements:
-    """Return this lane's elements of S or dP."""
-    return {(0, i // 4, i % 4): scores[i].load() for i in range(BLOCK // 2)}
-
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, 2, round_up(p.M, BLOCK)), in_float32, scratch=True)
 SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
@@ -545,14 +532,14 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("tiles", "moves")),
+    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("moves",)),
     Kernel(
       backward,
       (*(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)), Q, K, V, DO, ROW_STATS),
       block=lambda x: (x.rows, BLOCK),
       of_keys=True,
     ),
-    Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("tiles", "scale")),
+    Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("scale",)),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table", "indices"),

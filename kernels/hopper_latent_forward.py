@@ -18,12 +18,12 @@ half of a tile's columns is replaced as soon as the warpgroup with these columns
 read it before, for S. A producer warpgroup loads Q and the halves by TMA (`uopattn.dsl.nvidia.tensor_pipeline`), as if
 they were K and V. S begins with the first half. Nothing spills.
 
-Speed on an H200, float16, Dk=576, Dv=512, N=8192, B=16: 81 us with 128 query heads (448 TFLOP/s), 56 us with 64.
+Speed on an H200, float16, Dk=576, Dv=512, N=8192, B=16: 81 us with 128 query heads (448 TFLOP/s), 55.5 us with 64.
 scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -33,12 +33,12 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma, wgmma_mainloop
-from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import HALVES, loaded
+from uopattn.dsl.nvidia.exchange import WARPGROUPS, WarpgroupExchange
+from uopattn.dsl.nvidia.mma_layout import HALVES, WORDS, loaded
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, WorkTile, loop
 from uopattn.dsl.nvidia.tma import fits
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, row_maxima
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
@@ -69,17 +69,9 @@ class Columns(SwizzledTiles):
 
 @dataclass(frozen=True)
 class Tiles(SharedRows):
-  """The block sizes, of which there is one choice.
+  """The block sizes, of which there is one choice."""
 
-  Attributes:
-    values_in_keys: V is the first columns of K, and read from K's tiles.
-  """
-
-  values_in_keys: bool = True
-
-  def __post_init__(self) -> None:
-    if not self.values_in_keys:
-      raise ValueError("Tiles.values_in_keys=False: must be True")
+  values_in_keys: ClassVar[bool] = True  # V is the first columns of K, and read from K's tiles
 
   @property
   def block_n(self) -> int:
@@ -99,8 +91,7 @@ class Tiles(SharedRows):
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
-    q, first, second = self.panels(Scope(), Dk, Dv)
-    return 2 * (q.size + WARPGROUPS * (first.size + second.size)) + 4 * sum(Exchange.words(STEPS))
+    return sum(x.bytes for x in self.panels(Scope(), Dk, Dv)) + 4 * sum(WarpgroupExchange.words(STEPS))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -131,7 +122,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   exchange = Seesaw.of(s, group)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, tiles.panels(s, Dk, Dv), WARPGROUPS, users=WARPS)
-  trip = pipeline.trip(exchange.begin(LOWEST, pipeline.start(*exchange.init())))
+  trip = pipeline.trip(exchange.begin(pipeline.start(*exchange.init())))
   scores, maxima = s.buffer(KEYS // 2), s.buffer(HALVES)
   main = Mainloop(
     s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n, maxima=maxima, exchange=exchange
@@ -143,14 +134,18 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     state = main.attend(first, count, masked, state)
 
   sums, first = exchange.sums(state.l_i, exchange.sync(*state)), exchange.warpgroup * half
-  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, first)
+  own = {"first": first, "pairs": True, "stores_lse": first.eq(0)}
+  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, **own)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def singles(pairs: TileRange) -> TileRange:
   """The tiles of pairs of tiles, one after another."""
-  of_pair = lambda position: WARPGROUPS * pairs.tile(position // WARPGROUPS) + position % WARPGROUPS  # noqa: E731
-  return TileRange(WARPGROUPS * pairs.n_full, WARPGROUPS * pairs.n_tiles, of_pair)
+
+  def tile(position: UOp) -> UOp:
+    return WARPGROUPS * pairs.tile(position // WARPGROUPS) + position % WARPGROUPS
+
+  return TileRange(WARPGROUPS * pairs.n_full, WARPGROUPS * pairs.n_tiles, tile)
 
 
 class State(NamedTuple):
@@ -183,7 +178,7 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seesaw(Exchange):
+class Seesaw(WarpgroupExchange):
   """The exchange of warpgroups that alternate: one reads what the other has written, then writes to the same words.
 
   So one P suffices; it has the words given last. The index of a warpgroup is that of its tile in a pair.
@@ -203,9 +198,9 @@ class Seesaw(Exchange):
     """Initialize the barriers."""
     return [CUDA.mbarrier_init(self.handoff[i], THREADS, self.group.thread.eq(0)) for i in range(WARPGROUPS)]
 
-  def begin(self, m_i: float | UOp, *after: UOp) -> UOp:
-    """Write what the first warpgroup reads before its first tile: the maxima m_i, and any P."""
-    first, per = m_i if isinstance(m_i, UOp) else UOp.const(m_i, dtypes.float), STEPS // WARPGROUPS
+  def begin(self, *after: UOp) -> UOp:
+    """Write what the first warpgroup reads before its first tile: the lowest maxima, and any P."""
+    first, per = UOp.const(LOWEST, dtypes.float), STEPS // WARPGROUPS
     stored = self.store_words([UOp.const(0, dtypes.uint)] * (per * WORDS), self.warpgroup * per, *after)
     return self.sync(self.store_row([first] * HALVES, *after), *stored)
 
@@ -282,8 +277,8 @@ class Mainloop(wgmma_mainloop.Mainloop):
     steps, to, panels = first.columns // wgmma.K, self.scores[0], (q.panel, first.panel)
     others, place = q.columns // wgmma.K - steps, q.memory[q.base + first.columns // wgmma.PANEL * q.panel]
     started = wgmma.start(self.dtype, KEYS, steps, to, q.address(), first.address(), panels, k.wait(n_tile, *after))
-    arrived = v.wait(n_tile, started)
-    started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, clears=False)
+    arrived, form = v.wait(n_tile, started), wgmma.Form.ADDED
+    started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, form=form)
     return wgmma.wait(0, KEYS, to, started)
 
   def add(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
@@ -291,7 +286,8 @@ class Mainloop(wgmma_mainloop.Mainloop):
     tile, to = self.pipe.k.tile(n_tile, *after), state.acc[0]
     columns, panels = tile.columns, (0, tile.panel)
     v = tile.memory[tile.base + self.warpgroup * (columns // wgmma.PANEL * tile.panel)]
-    started = wgmma.start(self.dtype, columns, STEPS, to, state.p[0], v, panels, *after, registers=True)
+    form = wgmma.Form.REGISTERS
+    started = wgmma.start(self.dtype, columns, STEPS, to, state.p[0], v, panels, *after, form=form)
     return wgmma.wait(0, columns, to, started)
 
   def tile_done(self, n_tile: UOp, *after: UOp) -> UOp:
@@ -312,8 +308,9 @@ class Mainloop(wgmma_mainloop.Mainloop):
     """The softmax of this warpgroup's tile of pair n, once it has been `waited` for.
 
     Returns:
-      That m and P were given, and m and l stored, and what the other one gave kept; the words of P; and by row the
-      factors from the maxima before the pair to those that the other one gave last, and from these to the new ones.
+      What comes after m and P are given, m and l stored, and the other warpgroup's P kept; the words of P; and for each
+      row two factors: from the maxima before the pair to those that the other warpgroup gave last, and from these to
+      the new ones.
     """
     first_key = (self.key_range.tile(n) * WARPGROUPS + self.warpgroup) * KEYS + self.lane_key
     rows = ScoreRows(self.rules, self.rows, first_key, masked)

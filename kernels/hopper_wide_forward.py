@@ -28,12 +28,12 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
+from uopattn.dsl.nvidia.exchange import WARPGROUPS, WarpgroupExchange
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, WORDS, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, WorkTile
 from uopattn.dsl.nvidia.tma import fits
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.nvidia.wgmma_mainloop import SequentialMainloop, State
 from uopattn.dsl.nvidia.wgmma_softmax import row_maxima
 from uopattn.dsl.rules.head_view import HeadView
@@ -104,7 +104,7 @@ class Tiles(SharedRows):
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
-    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)) + 4 * sum(Exchange.words(self.steps))
+    return sum(x.bytes for x in self.panels(Scope(), Dk, Dv)) + 4 * sum(WarpgroupExchange.words(self.steps))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -129,7 +129,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   work_tile = WorkTile(group.block, views, key_range)
 
-  exchange, columns = Exchange.make(s, group, tiles.steps), tiles.columns(Dv)
+  exchange, columns = WarpgroupExchange.make(s, group, tiles.steps), tiles.columns(Dv)
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, WARPGROUPS)
   trip = pipeline.trip(pipeline.start())
@@ -137,7 +137,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, tiles.steps * WORDS, columns, group.item, trip.entry)
   state = main.run(state, trip.q.wait(UOp.const(0), trip.entry))
   sums, first = exchange.sums(state.l_i), exchange.warpgroup * columns
-  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, first)
+  own = {"first": first, "pairs": True, "stores_lse": first.eq(0)}
+  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, **own)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -176,7 +177,7 @@ class Mainloop(SequentialMainloop):
     exchange: shared memory of the two warpgroups.
   """
 
-  exchange: Exchange
+  exchange: WarpgroupExchange
 
   def q_address(self, q_tile: SwizzledTiles) -> UOp:
     return q_tile.address()

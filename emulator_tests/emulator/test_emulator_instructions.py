@@ -301,11 +301,9 @@ def test_operands_out_of_range():
 def texts_of_products():
   """A text of each kind of instruction in uopattn.dsl.nvidia.wgmma."""
   d, a, b = reg(0, 8), reg(1, 4, dtypes.uint), lds(2, 64)
-  kinds: tuple[dict[str, bool], ...]
-  kinds = {}, {"registers": True}, {"by_rows": True}, {"by_rows": True, "clears": False}, {"clears": False}
-  kinds += ({"registers": True, "by_columns": True},)
-  starts = [wgmma.start(dtypes.half, 16, 1, d[0], a[0], b[0], (0, 0), **kind) for kind in kinds]
-  starts += [wgmma.start(dtypes.fp8e4m3, 16, 1, d[0], a[0], b[0], (0, 0), **kind) for kind in kinds[:2]]
+  starts = [wgmma.start(dtypes.half, 16, 1, d[0], a[0], b[0], (0, 0), form=form) for form in wgmma.Form]
+  of_bytes = wgmma.Form.SHARED, wgmma.Form.REGISTERS
+  starts += [wgmma.start(dtypes.fp8e4m3, 16, 1, d[0], a[0], b[0], (0, 0), form=form) for form in of_bytes]
   return [store.src[1].arg for store in (*starts, wgmma.wait(0, 16, d[0]))]
 
 

@@ -114,8 +114,8 @@ def from_registers(n, k, kind, *, spoil=None, words=None, by_columns=False):
       loads.append(a[i].store(low + high * 65536))
     begun = UOp.group(*loads, *[d[e].store(1.0) for e in range(n // 2)])
     operands = d.after(begun)[0], a.after(begun)[0], memory.after(ready)[0]
-    how = {"registers": True, "by_columns": by_columns}
-    started = wgmma.start(TYPES[kind], n, k // 16, *operands, (0, rows * WIDTH), ready, begun, **how)
+    form = wgmma.Form.REGISTERS_CLEARED if by_columns else wgmma.Form.REGISTERS
+    started = wgmma.start(TYPES[kind], n, k // 16, *operands, (0, rows * WIDTH), ready, begun, form=form)
     if spoil is not None:
       started = spoil(a, started)
     return kernel(f"registers_{n}_{k}_{kind}", store_result(o, d.after(wgmma.wait(0, n, d[0], started)), t, n), t)
@@ -147,7 +147,8 @@ def test_product_of_matrices_whose_rows_are_k(n, k, clears):
     filled = UOp.group(*panelled(left, a, k, 64, t, THREADS), *panelled(right, b, k, n, t, THREADS))
     ready = UOp.barrier(CUDA.fence_proxy_async(filled))
     operands = d[0], left.after(ready)[0], right.after(ready)[0], (k * WIDTH, k * WIDTH)
-    started = wgmma.start(dtypes.half, n, k // 16, *operands, ready, by_rows=True, clears=clears)
+    form = wgmma.Form.BY_ROWS if clears else wgmma.Form.BY_ROWS_ADDED
+    started = wgmma.start(dtypes.half, n, k // 16, *operands, ready, form=form)
     done = wgmma.wait(0, n, d[0], started)
     return kernel(f"by_rows_{n}_{k}", store_result(o, d.after(done), t, n), t)
 
@@ -171,7 +172,7 @@ def test_products_add_up(waits):
     done = wgmma.start(*operands, ready)
     for _ in range(2):
       done = wgmma.wait(0, n, d[0], done) if waits else done
-      done = wgmma.start(*operands, done, clears=False)
+      done = wgmma.start(*operands, done, form=wgmma.Form.ADDED)
     return kernel(f"added_{waits}", store_result(o, d.after(wgmma.wait(0, n, d[0], done)), t, n), t)
 
   got, a, b = run(body, n, k)
@@ -359,28 +360,18 @@ def test_a_fence_covers_the_copies_that_have_arrived(order):
       run(body, n, k)
 
 
-KINDS: dict[str, dict[str, bool]] = {
-  "": {},
-  "registers": {"registers": True},
-  "registers_cleared": {"registers": True, "by_columns": True},
-  "added": {"clears": False},
-  "by_rows": {"by_rows": True},
-  "by_rows_added": {"by_rows": True, "clears": False},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", wgmma.Form)
 @pytest.mark.parametrize(("n", "steps"), [(8, 1), (64, 4), (256, 16)])
-def test_texts_are_found_again(n, steps, kind):
+def test_texts_are_found_again(n, steps, form):
   """A text names its instruction, and no other text that looks alike is taken for it."""
-  own = kind.startswith("registers")
+  own = form in (wgmma.Form.REGISTERS, wgmma.Form.REGISTERS_CLEARED)
   d, a, b = reg(0, n // 2), reg(1, 4 * steps, dtypes.uint) if own else lds(1, 64, dtypes.ushort), lds(2, 64)
-  for dtype, parts in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if "by_rows" not in kind else [])]:
-    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), **KINDS[kind], parts=parts)
+  for dtype, parts in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if "by_rows" not in form else [])]:
+    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), form=form, parts=parts)
     text = started.src[1].arg
     found = instruction_of(text)
     assert found is not None
-    assert (found.name, found.parameters) == (f"wgmma_{kind}".rstrip("_"), (n, steps, dtype, parts))
+    assert (found.name, found.parameters) == (form, (n, steps, dtype, parts))
     assert instruction_of(text.replace("wgmma.fence", "wgmma.fences")) is None
     assert text not in BY_TEXT
     rendered = text.format("d", "a", "b", "0", "0")
@@ -392,11 +383,16 @@ def test_texts_are_found_again(n, steps, kind):
   assert (waited.name, waited.parameters) == ("wgmma_wait", (n,))
 
 
+def test_operands_of_8_bits_have_k_along_their_rows() -> None:
+  with pytest.raises(ValueError, match="wgmma_by_rows: must be of 16 bits, not e4m3"):
+    wgmma.start(dtypes.fp8e4m3, 8, 1, reg(0, 4)[0], lds(1, 64)[0], lds(2, 64)[0], (0, 0), form=wgmma.Form.BY_ROWS)
+
+
 @pytest.mark.parametrize("by_rows", [False, True], ids=["k along the columns", "k along the rows"])
 def test_the_text_addresses_each_step_of_k(by_rows: bool) -> None:
   """The emulator does not read the text: its addresses are those of a tile in panels of 64 columns of 16 bits."""
   steps, panels = 6, (5120, 10240)  # units of 16 bits per panel
-  text = wgmma._product(128, steps, "f16", wgmma.BY_ROWS if by_rows else "wgmma").text("cuda")
+  text = wgmma._product(128, steps, "f16", wgmma.Form.BY_ROWS if by_rows else wgmma.Form.SHARED).text("cuda")
   found = re.findall(r'"l"\(\(unsigned long long\)\((.*?)\) \| 0x', text)
   lines = [eval(x.format(None, None, None, *panels), {"a": 0, "b": 0}) for x in found]  # of 16 bytes
   ks = [(16 * step, panel) for step in range(steps) for panel in panels]
@@ -404,7 +400,7 @@ def test_the_text_addresses_each_step_of_k(by_rows: bool) -> None:
 
 
 def test_the_text_addresses_each_step_of_a_transposed_matrix_beside_registers() -> None:
-  text = wgmma._product(128, 6, "bf16", wgmma.REGISTERS_CLEARED).text("cuda")
+  text = wgmma._product(128, 6, "bf16", wgmma.Form.REGISTERS_CLEARED).text("cuda")
   found = re.findall(r'"l"\(\(unsigned long long\)\((.*?)\) \| 0x', text)
   lines = [eval(x.format(None, None, None, 0, 10240), {"b": 0}) for x in found]  # of 16 bytes
   assert [16 * x for x in lines] == [2 * (k // 64 * 10240 + k % 64) for k in range(0, 96, 16)]

@@ -70,7 +70,7 @@ def test_which_kernel_serves_few_queries(Hkv: int, N: int, kernel: str) -> None:
 def test_why_no_kernel_serves() -> None:
   with pytest.raises(NoKernel) as old:
     dispatch(replace(SPEC, Dk=256, Dv=256, dtype=dtypes.bfloat16), Target("CUDA", "sm_75"))
-  reason = "cuda_forward: sm_75 has no mma.sync of this kernel's for bfloat16; sm_80 and newer have"
+  reason = "cuda_forward: sm_75 has no mma.sync for bfloat16 that this kernel uses; sm_80 and newer have it"
   assert old.value.reasons == (reason,)
   with pytest.raises(NoKernel) as large:
     dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125), Target("CUDA", "sm_90"))

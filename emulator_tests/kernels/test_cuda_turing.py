@@ -25,7 +25,7 @@ def test_chosen_tiles_fit(length: int) -> None:
 @pytest.mark.parametrize(("dtype", "since"), [(dtypes.bfloat16, "sm_80"), (dtypes.fp8e5m2, "sm_89")], ids=str)
 def test_why_no_kernel_serves(dtype, since: str) -> None:
   name = str(dtype).removeprefix("dtypes.")
-  reason = f"cuda_forward: sm_75 has no mma.sync of this kernel's for {name}; {since} and newer have"
+  reason = f"cuda_forward: sm_75 has no mma.sync for {name} that this kernel uses; {since} and newer have it"
   with pytest.raises(NoKernel) as failure:
     dispatch(spec(dtype, D=256), Target("CUDA", ARCH))
   assert failure.value.reasons == (reason,)

@@ -132,5 +132,5 @@ def test_too_large() -> None:
 
 
 def test_float32_is_multiplied_in_tf32_alone() -> None:
-  with pytest.raises(ValueError, match="float32 with head sizes 512 and 512: multiplied in tf32 only, if ALLOW_TF32=1"):
+  with pytest.raises(ValueError, match="float32 with head sizes 512 and 512: supported in tf32 only; set ALLOW_TF32=1"):
     next(cuda.wide_forward(problem_of(32, 4096, 4096, 512, 512, dtypes.float32), Target("CUDA", "sm_80")))

@@ -205,7 +205,10 @@ def test_the_largest_head_of_cdna3() -> None:
 @pytest.mark.parametrize(
   ("target", "reason"),
   [
-    (Target("CUDA", "sm_80"), "cuda_forward: sm_80 has no mma.sync of this kernel's for fp8e4m3; sm_89 and newer have"),
+    (
+      Target("CUDA", "sm_80"),
+      "cuda_forward: sm_80 has no mma.sync for fp8e4m3 that this kernel uses; sm_89 and newer have it",
+    ),
     (
       Target("AMD", "gfx1100"),
       "amd_forward: no matrix instruction known for gfx1100 and 8 bits; there are some for gfx1200, gfx1201, gfx942, "

@@ -4,6 +4,7 @@ The checks of all kernels, in test_forward, draw tiles with a producer too.
 """
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from conformance import SUBJECTS
 from helpers import on_device
 from mistakes import HOPPER_BARRIERS, HOPPER_PRODUCER, Mistake
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import AxisType, Ops
 
 import uopattn.emulator as emulator
 from uopattn import attention
@@ -21,11 +23,13 @@ from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline
 from uopattn.dsl.nvidia.wgmma_mainloop import SLACK
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.schedule import Problem
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.hopper_forward import Tiles
+from uopattn.plan.dispatch import dispatch
 from uopattn.plan.tiles import hopper
 from uopattn.runtime.prepare import compiled
+from uopattn.spec.layout import Layout
+from uopattn.spec.spec import AttentionSpec
 
 HOPPER, ARCH, HALF = SUBJECTS["hopper"], "sm_90", dtypes.half
 PRODUCER, PERSISTENT = Tiles(2, 16, 2, producer=True), Tiles(2, 16, 2, producer=True, persistent=True)
@@ -122,11 +126,31 @@ def test_what_tensor_maps_cannot_describe_is_copied_by_all_threads(brought: list
     ({"features": ("softcap",)}, False),
     ({"features": ("kv_lengths",)}, False),
     ({"features": ("sinks", "attn_mask")}, False),
+    ({"layouts": (("k", Layout(128 * 4096 * 132, 0, (32 * 4096 * 132, 4096 * 132, 132, 1))),)}, False),
   ],
 )
-def test_tiles_have_a_producer_where_its_consumers_have_the_registers(options: dict[str, Any], expected: bool) -> None:
-  problem = Problem(4, 32, 32, 4096, 4096, 128, 128, HALF, 1.0, **options)
-  assert next(hopper.forward(problem, Target("CUDA", ARCH))).producer == expected
+def test_tiles_have_a_producer_where_tensor_maps_and_registers_suffice(options: dict[str, Any], expected: bool) -> None:
+  spec = AttentionSpec(4, 32, 32, 4096, 4096, 128, 128, HALF, 1.0, **options)
+  assert next(hopper.forward(spec, Target("CUDA", ARCH))).producer == expected
+
+
+def test_rows_that_all_threads_copy_fit_in_shared_memory() -> None:
+  """Their tiles have rows past the end to which the last threads copy."""
+  for D in range(8, 257, 8):
+    k = Layout(128 * 4096 * (D + 4), 0, (32 * 4096 * (D + 4), 4096 * (D + 4), D + 4, 1))
+    for masks in ((), (Window(None, 0),)):
+      spec = AttentionSpec(4, 32, 32, 4096, 4096, D, D, HALF, 1.0, masks=masks, layouts=(("k", k),))
+      for tiles in hopper.forward(spec, Target("CUDA", ARCH)):
+        assert not tiles.producer
+        assert tiles.shared_bytes(D, D) <= lds_limit(ARCH)
+
+
+@pytest.mark.parametrize("count", [114, 132])
+def test_there_are_as_many_persistent_workgroups_as_multiprocessors(count: int) -> None:
+  launch = dispatch(AttentionSpec(4, 32, 32, 4096, 4096, 128, 128, HALF, 1.0), Target("CUDA", ARCH, units=count))
+  assert launch.tiles.persistent
+  groups = [u for u in launch.graph().toposort() if u.op is Ops.RANGE and u.arg[-1] is AxisType.GLOBAL]
+  assert math.prod(int(u.vmax) + 1 for u in groups) == count
 
 
 def number(x: UOp) -> int:

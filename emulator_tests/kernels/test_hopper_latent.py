@@ -15,7 +15,7 @@ import uopattn.emulator as emulator
 from uopattn import attention, attention_paged
 from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels import hopper_latent_forward
-from uopattn.kernels.hopper_latent_forward import SCHEDULE, Exchange, Mainloop, Tiles
+from uopattn.kernels.hopper_latent_forward import SCHEDULE, Mainloop, WarpgroupExchange
 from uopattn.plan.dispatch import candidates, dispatch
 from uopattn.plan.tiles import hopper
 from uopattn.spec.arguments import Arguments
@@ -94,7 +94,7 @@ MISTAKES = {
   "nothing summed is scaled": Mistake(Mainloop, "alpha", lambda right: lambda self, old, new: right(self, old, old)),
   "O is not scaled": Mistake(Mainloop, "rescale", lambda right: lambda self, acc, factors: []),
   "sums of a warpgroup's own keys": Mistake(
-    Exchange, "sums", lambda right: lambda self, l_i, *after: [x / 2 for x in right(self, l_i, *after)]
+    WarpgroupExchange, "sums", lambda right: lambda self, l_i, *after: [x / 2 for x in right(self, l_i, *after)]
   ),
   "pairs in which the second tile is the first": Mistake(
     Mainloop, "start_qk", lambda right: lambda self, n, *after: right(self, n // 2 * 2, *after)
@@ -164,5 +164,3 @@ def test_tiles() -> None:
   ):
     with pytest.raises(ValueError, match=match):
       next(hopper.latent_forward(given, TARGET))
-  with pytest.raises(ValueError, match=r"Tiles\.values_in_keys=False: must be True"):
-    Tiles(False)

@@ -24,7 +24,7 @@ def _tensor_map() -> str:
   """CUDA text that builds a tensor map in shared memory and publishes it; see `Cuda.tensor_map`.
 
   Ranks, sizes, boxes and strides count from the innermost dimension on; the field of a rank is the rank minus 1.
-  Element type 1 is 16-bit bits, swizzle mode 3 is 128 bytes, fill mode 0 is zeros.
+  Element type 1 is unsigned 16-bit integers, swizzle mode 3 is 128 bytes, fill mode 0 is zeros.
   """
   fields = [("global_address", "64", "", "l", "({2})"), ("rank", "32", "", "r", "3")]
   fields += [("global_dim", "32", f"{i}, ", "r", f"({{{3 + i}}})") for i in range(4)]
@@ -105,7 +105,6 @@ def _cp_async_or_zero(size: int) -> Instruction:
 
 
 _STORE_CHUNK = _copy("make_uint4({1}, {2}, {3}, {4})")
-_STORE_WORD = "[&](){{ *(unsigned*)({0}) = {1}; return 0; }}()"
 _CP_ASYNC = Instruction(
   "cp_async",
   {
@@ -185,7 +184,7 @@ class Cuda(Dialect):
     """Round two float32 to a 16-bit `dtype`, or four to an 8-bit one, and pack them: see `pack` and `pack4`."""
     return self.pack(elements[0], elements[1], dtype) if len(elements) == 2 else self.pack4(elements, dtype)
 
-  @instruction(cuda="__byte_perm({0}, {1}, {2})", sm_75="__byte_perm({0}, {1}, {2})")
+  @instruction(cuda="__byte_perm({0}, {1}, {2})")
   def pick_bytes(self, a: Word, b: Word, selector: int) -> Word:
     """Four of the eight bytes of two uint32, a's before b's, numbered by the digits of `selector`, the lowest first.
 
@@ -214,12 +213,9 @@ class Cuda(Dialect):
   def store_chunk(self, to: UOp, a: Word, b: Word, c: Word, d: Word) -> Statement:
     """Store four uint32 to the 16 bytes of LDS at `to`, 16-byte aligned, in one instruction. A statement."""
 
-  @instruction(cuda=_STORE_WORD, sm_75=_STORE_WORD)
+  @instruction(cuda="[&](){{ *(unsigned*)({0}) = {1}; return 0; }}()")
   def store_word(self, to: UOp, word: Word) -> Statement:
-    """Store a uint32 to LDS at `to`, in any number of places of a kernel. A statement.
-
-    tinygrad's stores to LDS cannot have the same index in two loops.
-    """
+    """Store a uint32 to LDS at `to`. A kernel may store to the same index in several loops. A statement."""
 
   def cp_async(self, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None, size: int = 16) -> UOp:
     """Start copying 16, 8 or 4 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS).
@@ -287,7 +283,6 @@ class Cuda(Dialect):
     strides: tuple[int, int, int],
     rows: int,
     when: UOp,
-    *after: UOp,
   ) -> UOp:
     """Build tensor map `number` of the workgroup, of 16-bit elements and the 128-byte swizzle, where `when`.
 
@@ -304,7 +299,7 @@ class Cuda(Dialect):
     """
     numbers = [(UOp.const(x) if isinstance(x, int) else x).cast(dtypes.int) for x in (number, *shape)]
     steps = [UOp.const(x * source.dtype.itemsize, dtypes.long) for x in strides]
-    return statement(_TENSOR_MAP, self.name, after, room, numbers[0], source, *numbers[1:], *steps, rows, when)
+    return statement(_TENSOR_MAP, self.name, (), room, numbers[0], source, *numbers[1:], *steps, rows, when)
 
   @instruction(
     cuda=ptx("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;", _map("{0}")),

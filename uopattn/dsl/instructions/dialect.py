@@ -42,7 +42,8 @@ class Dialect:
 
   Attributes:
     name: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
-      Turing lacks what "cuda" has, "metal" for Apple's GPUs through MSL, "c" for CPUs through clang.
+      Turing lacks what "cuda" has, "metal" for Apple's GPUs through MSL, "c" for CPUs through clang, "generic" for
+      tinygrad's own ops alone.
   """
 
   name: str

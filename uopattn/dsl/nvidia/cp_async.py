@@ -91,7 +91,7 @@ def of_head(rows: HeadView, tile: Callable[[UOp], UOp]) -> Rows:
 
 @dataclass(frozen=True)
 class AlternatingPipeline:
-  """A pipeline in which tiles of K and of V alternate, each with `stages` slots; with one, no time is lost.
+  """A pipeline in which tiles of K and of V alternate, each with `stages` slots; even one slot each loses no time.
 
   Tile n of V starts to load at the wait for tile n - stages + 1 of K, when tile n - stages of V is done with; tile n of
   K at the wait for tile n - stages of V.

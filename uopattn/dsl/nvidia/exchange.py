@@ -9,21 +9,19 @@ from tinygrad.dtype import AddrSpace
 from uopattn.dsl import Scope
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
-from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, row_reduce
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, WORDS, row_reduce
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 
 WARPGROUPS = 2
-THREADS = WARPS * WARP  # of a warpgroup
-WORDS = 4  # 32-bit words of a left operand per lane, of a step of 16 keys
 
 
 @dataclass(frozen=True)
-class Exchange:
+class WarpgroupExchange:
   """The memory, and what a thread does with it. The thread has the same rows as that thread of the other warpgroup.
 
   Attributes:
     group: the position of this thread.
-    p: uint32, `WORDS` per lane of each step's left operand.
+    p: uint32, the words per lane of each step's left operand.
     row: uint32, the bits of a float32 per thread.
   """
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import round_up
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads
@@ -18,10 +19,12 @@ from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop, room_for, specialize
-from uopattn.dsl.nvidia.tma import Slots, Source
+from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope
+
+BARRIERS = 128  # bytes of shared memory in whose multiples the barriers of a matrix are placed
 
 
 class GradientPipeline:
@@ -59,6 +62,14 @@ class GradientPipeline:
     self.free = s.buffer(1, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
     slots = [Slots(x.tiles, y, group.lane, source=x) for x, y in zip(self._sources, barriers, strict=True)]
     self.k, self.v, self.q, self.do = self._slots = slots
+
+  @staticmethod
+  def shared_bytes(stationary: list[SwizzledTiles], streamed: list[SwizzledTiles]) -> int:
+    """Bytes of shared memory for all tiles, the numbers of their rows, tensor maps and barriers."""
+    tiles = [*stationary, *streamed]
+    numbers = sum(x.slots * x.rows for x in streamed)
+    barriers = BARRIERS + sum(round_up(2 * 8 * x.slots, BARRIERS) for x in tiles)  # `free` too
+    return sum(x.bytes for x in tiles) + 4 * (numbers + len(tiles) * MAP_WORDS) + barriers
 
   def start(
     self,

@@ -116,17 +116,24 @@ class MbarrierPipeline:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-  """Tiles of one matrix that all threads copy; see `uopattn.dsl.nvidia.tensor_pipeline.Operand`."""
+  """Tiles of one matrix that all threads copy; see `uopattn.dsl.nvidia.tensor_pipeline.Operand`.
+
+  Attributes:
+    waited, released: (tile, whether it is the last one, *after) -> what `wait` and `release` do.
+  """
 
   tiles: SwizzledTiles
-  wait: Callable[..., UOp]
-  signal: Callable[..., UOp]
+  waited: Callable[..., UOp]
+  released: Callable[..., UOp]
 
   def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     return self.tiles.tile(n, *after)
 
-  def release(self, n: UOp, *after: UOp, when: UOp | None = None) -> UOp:
-    return self.signal(n, *after)
+  def wait(self, n: UOp, *after: UOp, last: bool = False) -> UOp:
+    return self.waited(n, last, *after)
+
+  def release(self, n: UOp, *after: UOp, when: UOp | None = None, last: bool = False) -> UOp:
+    return self.released(n, last, *after)
 
 
 class CopyPipeline:
@@ -135,7 +142,7 @@ class CopyPipeline:
   def __init__(self, s: Scope, group: Workgroup, work_tile: WorkTile, tiles: tuple[SwizzledTiles, ...]):
     """Create a pipeline for q, k and v of a 16-bit type; `tiles` is shared memory for queries, K and V."""
     (self._q, k, v), (self._q_tile, k_tiles, v_tiles) = work_tile.views, tiles
-    self._block, self._last, self._thread = work_tile.block, work_tile.key_range.n_tiles - 1, group.thread
+    self._block, self._thread = work_tile.block, group.thread
     self._pipe = MbarrierPipeline(s, k, v, work_tile.key_range, k_tiles, v_tiles, group.thread)
 
   def start(self) -> UOp:
@@ -148,21 +155,24 @@ class CopyPipeline:
     """The only work tile."""
     pipe = self._pipe
 
-    def nothing(n: UOp, *after: UOp) -> UOp:
+    def nothing(n: UOp, last: bool, *after: UOp) -> UOp:
       """The queries arrive with the first tile of K, and nobody waits until they have been used."""
       return UOp.group(*after)
 
-    def start_next(n: UOp, *after: UOp) -> UOp:
+    def wait_for_k(n: UOp, last: bool, *after: UOp) -> UOp:
+      return pipe.consumer_wait(n, *after)
+
+    def start_next(n: UOp, last: bool, *after: UOp) -> UOp:
       return pipe.producer_load(n + pipe.ahead, *after)
 
-    def wait_for_v(n: UOp, *after: UOp) -> UOp:
+    def wait_for_v(n: UOp, last: bool, *after: UOp) -> UOp:
       """Tile n of V has arrived with tile n + 1 of K; wait for the delivery after the last one."""
-      return pipe.consumer_wait(n + 1, *after) if n is self._last else UOp.group(*after)
+      return pipe.consumer_wait(n + 1, *after) if last else UOp.group(*after)
 
-    def release_v(n: UOp, *after: UOp) -> UOp:
+    def release_v(n: UOp, last: bool, *after: UOp) -> UOp:
       """Signal that this warp is done with delivery n + 1; nobody waits for the last one."""
-      return UOp.group() if n is self._last else pipe.consumer_release(n + 1, *after)
+      return UOp.group() if last else pipe.consumer_release(n + 1, *after)
 
     q = Copied(self._q_tile, nothing, nothing)
-    k, v = Copied(pipe.k_tiles, pipe.consumer_wait, start_next), Copied(pipe.v_tiles, wait_for_v, release_v)
+    k, v = Copied(pipe.k_tiles, wait_for_k, start_next), Copied(pipe.v_tiles, wait_for_v, release_v)
     return Trip(UOp.const(0), started, q, k, v, wait_all=pipe.wait_all)

@@ -18,16 +18,16 @@ not hold of a sum (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 202
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k8", "k16" and "k32", "ldmatrix", "prmt".
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tinygrad import UOp
 from tinygrad.dtype import AddrSpace, DType, dtypes
 
 from uopattn.dsl.gpu.parts import PAIRS, tf32_parts
-from uopattn.dsl.instructions import CUDA, TURING
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD
+from uopattn.dsl.instructions import CUDA, TURING, Cuda
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.scope import Scope, sizes
@@ -47,13 +47,60 @@ def check_type(dtype: DType, arch: str) -> None:
   """Raise ValueError if an architecture is too old to multiply a type."""
   if int(arch.removeprefix("sm_")) < (since := SINCE[dtype]):
     name = str(dtype).removeprefix("dtypes.")
-    raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
+    raise ValueError(f"{arch} has no mma.sync for {name} that this kernel uses; sm_{since} and newer have it")
 
 
 def check_step(step: int, dtype: DType) -> None:
   """Raise ValueError if `Tiles.step` is for elements of another size than a type's."""
   if step * dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={step}: must be {STEP_BYTES // dtype.itemsize} for {dtype}")
+
+
+class _Sizes(Protocol):
+  """The attributes of block sizes that `MmaTiles` takes."""
+
+  @property
+  def warps(self) -> int:
+    """Warps per workgroup."""
+
+  @property
+  def step(self) -> int:
+    """Elements in the 32 bytes of a step along k."""
+
+  @property
+  def tf32(self) -> bool:
+    """Whether float32 is multiplied in tf32."""
+
+  @property
+  def turing(self) -> bool:
+    """Whether they are for sm_75."""
+
+
+class MmaTiles:
+  """What all block sizes of kernels with `mma.sync` have."""
+
+  @property
+  def threads(self: _Sizes) -> int:
+    """Threads per workgroup."""
+    return self.warps * WARP
+
+  @property
+  def parts(self: _Sizes) -> int:
+    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
+    return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
+
+  @property
+  def dialect(self: _Sizes) -> Cuda:
+    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
+    return TURING if self.turing else CUDA
+
+  def check(self: _Sizes, steps: Collection[int], **least: int) -> None:
+    """Raise ValueError unless `step` is one of these, and the attributes that are named are at least so large."""
+    if self.step not in steps:
+      raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, steps))}")
+    for name, number in least.items():
+      if (value := getattr(self, name)) < number:
+        raise ValueError(f"Tiles.{name}={value}: must be at least {number}")
 
 
 def rescaled(acc: UOp, alphas: list[UOp]) -> Accumulators:

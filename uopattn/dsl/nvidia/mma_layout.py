@@ -24,6 +24,7 @@ MMA_M = 16  # rows of a warp's tile
 MMA_N = 8  # columns of an accumulator tile
 HALVES = 2  # rows g and g + 8
 QUAD = 4  # lanes that share a row
+WORDS = 4  # 32-bit words of a left operand per lane and step
 
 
 def row_of(lane: UOp, half: int) -> UOp:
@@ -87,7 +88,7 @@ def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int =
 class Epilogue:
   """Stores rows of accumulators of one head: an output with its LSE, or a gradient.
 
-  No method stores a row past the last one.
+  No method stores a row past the last one, or a column past the accumulators', which may be another workgroup's.
 
   Attributes:
     out: (heads, rows, size), the output or the gradient.
@@ -96,9 +97,10 @@ class Epilogue:
     lse: (heads, rows) float32, or None.
     dialect: dialect of the instructions.
     operand: dtype of the products' operands, by default that of `out`.
-    first: column of `out` that is the accumulators' first one, a multiple of 32. Those from 0 on store the LSE.
+    first: column of `out` that is the accumulators' first one, a multiple of 16.
     pairs: whether to store two elements in float32 at once where rows begin at multiples of 8 bytes; the quad then
       writes whole sectors of 32 bytes.
+    stores_lse: whether this warp stores the LSE, where several have columns of the same rows; None if all store it.
   """
 
   out: UOp | View
@@ -109,6 +111,7 @@ class Epilogue:
   operand: DType | None = None
   first: UOp | int = 0
   pairs: bool = False
+  stores_lse: UOp | None = None
 
   def store_output(
     self, rules: HeadRules, rows: list[UOp], acc: UOp | list[UOp], m_i: UOp, l_i: list[UOp], p_scale_log2: int
@@ -126,7 +129,7 @@ class Epilogue:
       stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], finished_row.factor)
       if self.lse is not None:
         inside = (row < sizes(self.lse)[1]) & (self.lane % QUAD).eq(0)
-        inside = inside & self.first.eq(0) if isinstance(self.first, UOp) else inside
+        inside = inside if self.stores_lse is None else inside & self.stores_lse
         stores += store_lse(self.lse, inside, self.head, row, finished_row.numbers(self.lse))
     return stores
 
@@ -152,11 +155,14 @@ class Epilogue:
     stores = []
     if Dv % chunk == 0 and out.dtype.itemsize < 4:
       words, flat = [self.dialect.pack_word(elements, out.dtype) for elements in values], as_type(out, dtypes.uint)
-      words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
+      count = len(words)
+      words += [UOp.const(0, dtypes.uint)] * (-count % QUAD)
       for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
         column = self.first + (d + lane % QUAD) * chunk
         inside = contains(out, row, column)
         at = (row_start(out, self.head, row) + column) // width
+        if d + QUAD > count and column.vmin + (count - d) * chunk < Dv:  # there are columns past the accumulators'
+          inside = inside & (d + lane % QUAD < count)
         for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
           stores.append(flat[(at + w).valid(inside)].store(word))
     elif self.pairs and Dv % chunk == 0 and out.dtype == dtypes.float32 and not isinstance(out, View):

@@ -32,7 +32,7 @@ from uopattn.dsl.scope import Scope, as_type, clamp, contains, gated, least, siz
 
 COPIES = (16, 8, 4)  # bytes that an asynchronous copy moves
 WORD = 4  # bytes
-SHARED = 8  # words of a row that a lane of each column of P V shares with seven others
+SHARED = 8  # words in a block of a row of V: each of the 8 columns of an accumulator tile takes one
 
 
 def columns_of(size: int, bits: int) -> int:

@@ -21,7 +21,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, as_type, clamp
 
 CHUNK_BYTES, PANEL_BYTES = 16, 128  # bytes per chunk, and at most per row of a panel
-LONG = 32  # chunks per row, or more: so many addresses that most are made to differ by constants
+LONG = 32  # chunks per row from which on addresses are built to differ by constants, to save registers
 ALIGN = 8  # rows after which the permutation repeats
 
 

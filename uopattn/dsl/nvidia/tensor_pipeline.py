@@ -21,13 +21,13 @@ from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.nvidia.transposed import transpose
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange, blurred
 from uopattn.dsl.scope import Scope
 
 # Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
+REGISTERS_PER_THREAD = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
 
 
 def specialize(
@@ -93,11 +93,11 @@ class Operand(Protocol):
   def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     """Shared memory with tile n in use."""
 
-  def wait(self, n: UOp, *after: UOp) -> UOp:
-    """Wait until tile n has arrived."""
+  def wait(self, n: UOp, *after: UOp, last: bool = False) -> UOp:
+    """Wait until tile n has arrived; `last` says that it is the last one of the work tile."""
 
-  def release(self, n: UOp, *after: UOp, when: UOp | None = None) -> UOp:
-    """Signal that this warp is done with tile n, where `when`; there is no tile -1."""
+  def release(self, n: UOp, *after: UOp, when: UOp | None = None, last: bool = False) -> UOp:
+    """Signal that this warp is done with tile n, where `when`; there is no tile -1. `last` is that of `wait`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +193,7 @@ class TensorPipeline:
       trips: the number of work tiles; None is one.
       transposed: shared memory for V transposed, with as many slots; None if V is used as it is.
       values_follow: whether a tile of V is used only with the next tile of K; then it is brought after that.
-      before: queries that the first block begins before query 0.
+      before: number of rows by which the first block starts before query 0.
       users: warps that are to be done with a tile before its slot is filled again; None is all that consume.
     """
     self._s, self._group, self._work_tile, self._lag = s, group, work_tile, int(values_follow)
@@ -228,10 +228,11 @@ class TensorPipeline:
     if self._transposed is None:
       barriers += self._v.init(1, self._users, first)
     else:  # the producer's warps are done with V as it comes
-      barriers += self._v.init(1, WARPS, first) + self._transposed.init(WARPS * WARP, self._consumers, first)
+      barriers += self._v.init(1, WARPS, first) + self._transposed.init(THREADS, self._consumers, first)
     views = zip((self._q, self._k, self._v), self._work_tile(UOp.const(0)).views, strict=True)
     brought = [(x.source, view) for x, view in views if x.source is not None and view is not None]
-    return specialize(self._group, self._consumers, REGISTERS[self._warpgroups], brought, barriers, self._bring)
+    registers = REGISTERS_PER_THREAD[self._warpgroups]
+    return specialize(self._group, self._consumers, registers, brought, barriers, self._bring)
 
   def trip(self, started: UOp) -> Trip:
     """Begin the loop over work tiles, as a consumer."""

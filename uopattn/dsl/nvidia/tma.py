@@ -50,7 +50,7 @@ class Source:
     room: shared memory for all tensor maps, `MAP_WORDS` each.
     keep: whether other workgroups will read the same.
     numbers: shared memory for a float32 per row that comes with it, slot by slot; None if nothing does.
-    before: rows that the first tile begins before row 0; there are zeros.
+    before: number of rows by which the first tile starts before row 0; it has zeros there.
   """
 
   number: int
@@ -163,8 +163,8 @@ class Slots:
     first = (n + self.count) % self.stages * self.tiles.rows
     return [self.source.numbers.after(*after)[first + row].load() for row in rows]
 
-  def wait(self, n: UOp, *after: UOp) -> UOp:
-    """Wait until tile n has arrived."""
+  def wait(self, n: UOp, *after: UOp, last: bool = False) -> UOp:
+    """Wait until tile n has arrived, whether or not it is the last one."""
     at = n + self.count
     return CUDA.mbarrier_wait(self._at(at), at // self.stages % 2, *after)
 
@@ -172,8 +172,8 @@ class Slots:
     """Signal, by each thread that writes it, that its part of tile n has been written."""
     return CUDA.mbarrier_arrive(self._at(n + self.count), UOp.const(True), *after)
 
-  def release(self, n: UOp, *after: UOp, when: UOp | None = None) -> UOp:
-    """Signal, by one lane, that its warp is done with tile n, where `when`; there is no tile -1."""
+  def release(self, n: UOp, *after: UOp, when: UOp | None = None, last: bool = False) -> UOp:
+    """Signal, by one lane, that its warp is done with tile n, where `when`, also of the last; there is no tile -1."""
     if not self.refilled or n.vmax < 0 or (when is not None and not when.vmax):
       return UOp.group(*after)
     one = self.lane.eq(0)

@@ -21,6 +21,7 @@ Source: PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instru
 """
 
 import re
+from enum import StrEnum
 from functools import cache
 
 from tinygrad.dtype import DType, dtypes
@@ -30,14 +31,40 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instruction import Instruction, statement
 from uopattn.dsl.instructions import CUDA
+from uopattn.dsl.nvidia.mma_layout import WARP
 
 WARPS = 4  # of a warpgroup
+THREADS = WARPS * WARP
 M = 64
 K = 16
 PANEL = 64  # columns
 MANY = 16  # steps
-REGISTERS, BY_ROWS, REGISTERS_BYTES = "wgmma_registers", "wgmma_by_rows", "wgmma_registers_bytes"
-BY_ROWS_ADDED, ADDED, REGISTERS_CLEARED = "wgmma_by_rows_added", "wgmma_added", "wgmma_registers_cleared"
+
+
+class Form(StrEnum):
+  """Where a product has its operands, and whether D is cleared first: the name of its instruction.
+
+  B is transposed, n rows of k, unless said otherwise.
+
+  Attributes:
+    SHARED: A is in shared memory. D is cleared.
+    ADDED: the same, but D is not cleared.
+    BY_ROWS: A and B, of 16 bits, are in shared memory as k rows of 64 and k rows of n. D is cleared.
+    BY_ROWS_ADDED: the same, but D is not cleared.
+    REGISTERS: A is in registers. In 16 bits B is k rows of n, and D is not cleared, except with several parts; in 8
+      bits D is cleared.
+    REGISTERS_CLEARED: A, of 16 bits, is in registers. D is cleared.
+  """
+
+  SHARED = "wgmma"
+  ADDED = "wgmma_added"
+  BY_ROWS = "wgmma_by_rows"
+  BY_ROWS_ADDED = "wgmma_by_rows_added"
+  REGISTERS = "wgmma_registers"
+  REGISTERS_CLEARED = "wgmma_registers_cleared"
+
+
+_REGISTERS_BYTES = "wgmma_registers_bytes"  # `Form.REGISTERS` in 8 bits
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23])(?: parts=(\d+))?)? \*/")
 
@@ -64,8 +91,9 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 @cache
 def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
-  count, lines, by_rows = n // 2, ["wgmma.fence.sync.aligned;"], name in (BY_ROWS, BY_ROWS_ADDED)
-  registers, eight = name in (REGISTERS, REGISTERS_BYTES, REGISTERS_CLEARED), _KINDS[kind].itemsize == 1
+  count, lines, by_rows = n // 2, ["wgmma.fence.sync.aligned;"], name in (Form.BY_ROWS, Form.BY_ROWS_ADDED)
+  registers = name in (Form.REGISTERS, Form.REGISTERS_CLEARED, _REGISTERS_BYTES)
+  added, eight = name in (Form.ADDED, Form.BY_ROWS_ADDED), _KINDS[kind].itemsize == 1
   inputs: dict[str, int] = {}  # where each stands among all operands of the text
   shape = f"wgmma.mma_async.sync.aligned.m64n{n}k{32 if eight else 16}.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
   signs = "1, 1" if eight else "1, 1, 0, 0"
@@ -83,12 +111,12 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
 
   for i, (left, right) in enumerate(PAIRS[parts]):
     for step in range(steps):
-      adds = int(i + step > 0 or name in (BY_ROWS_ADDED, ADDED) or (name == REGISTERS and parts == 1))
+      adds = int(i + step > 0 or added or (name == Form.REGISTERS and parts == 1))
       if registers:
         words = ", ".join(operand(f'"r"(a[{4 * (left * steps + step) + word}])') for word in range(4))
         if eight:
           lines.append(f"{shape}, {{{words}}}, {along_row('b', 4, right, step)}, {adds}, {signs};")
-        elif name == REGISTERS_CLEARED:
+        elif name == Form.REGISTERS_CLEARED:
           lines.append(f"{shape}, {{{words}}}, {along_row('b', 4, right, step)}, {adds}, 1, 1, 0;")
         else:
           lines.append(f"{shape}, {{{words}}}, {along_column('b', 4, right, step)}, {adds}, 1, 1, 1;")
@@ -103,7 +131,7 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
   start = (
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
-  start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name == REGISTERS or by_rows else "0")
+  start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name == Form.REGISTERS or by_rows else "0")
   if parts > 1 or steps > MANY:  # so many descriptors are not to be kept in registers from one trip to the next
     start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
@@ -156,11 +184,8 @@ def start(
   b: UOp,
   panels: tuple[int, int],
   *after: UOp,
-  registers: bool = False,
-  by_rows: bool = False,
+  form: Form = Form.SHARED,
   parts: int = 1,
-  clears: bool = True,
-  by_columns: bool = False,
 ) -> UOp:
   """Start a product as a group of its own. A statement.
 
@@ -168,22 +193,23 @@ def start(
     dtype: type of A and B: float16, bfloat16, fp8e4m3 or fp8e5m2.
     n: columns of D, a multiple of 8 up to 256.
     steps: steps of 32 bytes along k, of each part.
-    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part, but not
-      `by_columns`, or not `clears`.
-    a: address of A's rows in shared memory or, with `registers`, of 4 * steps 32-bit registers.
-    b: address of B in shared memory: transposed, n rows of k; or, with `registers` in 16 bits, as it is, k rows of n.
+    d: address of n / 2 float32 registers.
+    a: address of A's rows in shared memory, or of 4 * steps 32-bit registers.
+    b: address of B in shared memory.
     panels: units of 16 bits per panel of A, and of B.
     after: what the product must wait for.
-    registers: whether A is in registers.
-    by_rows: whether A and B, of 16 bits, are in shared memory as they are: k rows of 64, and k rows of n.
-    parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or with k along the rows of A those of float32.
-    clears: whether D is cleared first, unless A is in registers.
-    by_columns: whether, with A of 16 bits in registers, B is transposed: n rows of k.
+    form: where A and B are, and whether D is cleared first.
+    parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or those of float32.
+
+  Raises:
+    ValueError: the form does not exist in 8 bits.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
-  of_registers = REGISTERS_BYTES if dtype.itemsize == 1 else REGISTERS_CLEARED if by_columns else REGISTERS
-  of_rows, of_columns = (BY_ROWS, "wgmma") if clears else (BY_ROWS_ADDED, ADDED)
-  name = of_registers if registers else of_rows if by_rows else of_columns
+  name = form.value
+  if dtype.itemsize == 1:
+    if form not in (Form.SHARED, Form.ADDED, Form.REGISTERS):
+      raise ValueError(f"{form}: must be of 16 bits, not {kind}")
+    name = _REGISTERS_BYTES if form is Form.REGISTERS else name
   return statement(_product(n, steps, kind, name, parts), CUDA.name, after, d, a, b, *panels)
 
 

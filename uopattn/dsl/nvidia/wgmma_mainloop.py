@@ -11,7 +11,7 @@ Source: FlashAttention-3 (Shah et al., 2024), sections 3.1 and 3.2.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -20,10 +20,10 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WARP, Epilogue, loaded
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WORDS, Epilogue, loaded
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
-from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, Softmax
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
@@ -32,7 +32,6 @@ from uopattn.dsl.scope import Scope, sizes
 
 ZERO = UOp.const(0)
 SLACK = 8.0  # P up to 256 costs no precision in 16 bits
-WORDS = 4  # 32-bit words of a left operand per lane and step
 
 
 class State(NamedTuple):
@@ -169,18 +168,18 @@ class Mainloop:
     v_tile, out, p = self.pipe.v.tile(n_tile, *after), state.product, state.p
     columns, steps = 2 * sizes(out)[0], sizes(p)[0] // WORDS // self.parts
     v, panels = self.v_address(v_tile, columns), (0, v_tile.panel)
-    return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, registers=True, parts=self.parts)
+    form = wgmma.Form.REGISTERS
+    return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, form=form, parts=self.parts)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
     """Wait for all products."""
     return wgmma.wait(0, 2 * sizes(state.product)[0], state.product[0], *after)
 
   def epilogue(
-    self, o: UOp, lse: UOp | None, head: UOp, acc: UOp, m_i: UOp, l_i: list[UOp], first: UOp | int = 0
+    self, o: UOp, lse: UOp | None, head: UOp, acc: UOp, m_i: UOp, l_i: list[UOp], **options: Any
   ) -> list[UOp]:
-    """Store O, normalized, and the LSE of this lane's rows, from the column `first` on; see `Epilogue`."""
-    pairs = isinstance(first, UOp)  # where O may be float32, of a split
-    epilogue = Epilogue(o, head, self.group.lane, lse, operand=self.dtype, first=first, pairs=pairs)
+    """Store O, normalized, and the LSE of this lane's rows; `options` are attributes of `Epilogue`."""
+    epilogue = Epilogue(o, head, self.group.lane, lse, operand=self.dtype, **options)
     tiles = [acc.reshape(-1, 4)]
     return epilogue.store_output(self.rules, self.rows, tiles, m_i, l_i, p_scale_of(self.dtype))
 
@@ -237,7 +236,7 @@ class PingPong:
     """Wait until the warpgroup before has started its products."""
     if self.warpgroups == 1:
       return after
-    return CUDA.named_barrier_sync(1 + self.warp // WARPS, 2 * WARPS * WARP, after)
+    return CUDA.named_barrier_sync(1 + self.warp // WARPS, 2 * THREADS, after)
 
   def arrive(self, after: UOp) -> UOp:
     """Let the next warpgroup start its products."""
@@ -246,7 +245,7 @@ class PingPong:
   def _arrive(self, barrier: UOp, when: UOp, after: UOp) -> UOp:
     if self.warpgroups == 1:
       return after
-    return CUDA.named_barrier_arrive(barrier, 2 * WARPS * WARP, when, after)
+    return CUDA.named_barrier_arrive(barrier, 2 * THREADS, when, after)
 
 
 class Walk(NamedTuple):
@@ -279,7 +278,10 @@ class OverlappedMainloop(Mainloop):
 
   @property
   def slack(self) -> float:
-    """So much that few tiles change m_i; in 8 bits P is raised to use its type's range, which leaves none."""
+    """Large enough that few tiles change m_i.
+
+    In 8 bits there is none to spare, because P is scaled up to use the type's range.
+    """
     return SLACK if self.dtype.itemsize == 2 else 0.0
 
   def run(self, walk: Walk, state: State, started: UOp) -> State:
@@ -310,8 +312,8 @@ class OverlappedMainloop(Mainloop):
     if self.q_words is None:
       return super().start_qk(n_tile, *after)
     k_tile, keys, steps = self.pipe.k.tile(n_tile, *after), 2 * sizes(self.scores)[0], sizes(self.q_words)[0] // WORDS
-    k, panels, options = self.k_address(k_tile), (0, k_tile.panel), {"registers": True, "by_columns": True}
-    return wgmma.start(self.dtype, keys, steps, self.scores[0], self.q_words[0], k, panels, *after, **options)
+    k, panels, form = self.k_address(k_tile), (0, k_tile.panel), wgmma.Form.REGISTERS_CLEARED
+    return wgmma.start(self.dtype, keys, steps, self.scores[0], self.q_words[0], k, panels, *after, form=form)
 
   def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
     """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
@@ -358,9 +360,9 @@ class OverlappedMainloop(Mainloop):
   def finish(self, state: State) -> State:
     """Add P V of the last tile."""
     last, state = self.key_range.n_tiles - 1, state.after(*self.rescale(state))
-    pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers()))
+    pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers(), last=True))
     out = state.product.after(self.wait_pv(state, self.pipe.wait_all(pv)))
-    done = self.pipe.v.release(last, out)
+    done = self.pipe.v.release(last, out, last=True)
     if state.pv is not None:
       done = UOp.group(done, *self.add_pv(state, out, None))
     return state._replace(acc=state.acc.after(out, done))

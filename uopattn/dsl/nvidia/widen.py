@@ -3,8 +3,8 @@
 `uopattn.dsl.rules.quantized` and `uopattn.dsl.rules.four_bits` say which numbers the elements stand for; the results
 are those of `widened` and `bits_of`. Elements of two at a time become the last bits of 16-bit numbers whose exponent
 makes these integers, apart from a constant: one fused multiplication and addition takes the constant away and applies
-the unit, or the scale of the group. Floats are moved to where a wider format has their bits, which may have denormal
-numbers stand for them, and multiplied by a power of two.
+the unit, or the scale of the group. The bits of floats are moved to where the wider format has them, which may make a
+denormal number, and the result is multiplied by a power of two.
 
 Source: PTX ISA, "prmt", "fma" of f16x2 and bf16x2; Kim et al., "Who Says Elephants Can't Run: Bringing Large Scale MoE
 Models into Cloud Scale Production" (2022), for integers by exponents.

@@ -164,7 +164,7 @@ def wide_forward(problem: Problem, target: Target) -> Iterator[Wide]:
   check_type(problem.dtype, target.arch)
   Dk, Dv, shared = problem.Dk, problem.Dv, problem.values_in_keys
   if problem.dtype == dtypes.float32 and not problem.tf32:
-    raise ValueError(f"float32 with head sizes {Dk} and {Dv}: multiplied in tf32 only, if ALLOW_TF32=1")
+    raise ValueError(f"float32 with head sizes {Dk} and {Dv}: supported in tf32 only; set ALLOW_TF32=1")
   step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
   few = ceildiv(problem.M, MMA_M)  # tiles of queries
   in_order = [

@@ -15,9 +15,9 @@ from uopattn.kernels.hopper_backward import Tiles as Backward
 from uopattn.kernels.hopper_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.hopper_float32_forward import MOST
 from uopattn.kernels.hopper_float32_forward import Tiles as Float32
-from uopattn.kernels.hopper_forward import MULTIPROCESSORS, largest_head, serves
 from uopattn.kernels.hopper_forward import Tiles as Forward
-from uopattn.kernels.hopper_fused_backward import PART, parts
+from uopattn.kernels.hopper_forward import largest_head, serves
+from uopattn.kernels.hopper_fused_backward import PART, WARPGROUPS, parts
 from uopattn.kernels.hopper_fused_backward import Tiles as Fused
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS
@@ -31,6 +31,7 @@ class Measured(NamedTuple):
   """What is known of tiles: how fast they are for rows of `LENGTH` queries and keys (H200, H=32, float16).
 
   Attributes:
+    tiles: block sizes, of a GPU with any number of multiprocessors.
     resident: workgroups per multiprocessor at once.
     speed: TFLOP/s, divided by the shares of rows and of residency in use.
     ends: the cost of a work tile's start and end, as the number of keys that could be processed in that time. It
@@ -42,14 +43,14 @@ class Measured(NamedTuple):
   speed: float
   ends: float
 
-  def promise(self, problem: Problem) -> float:
+  def promise(self, problem: Problem, target: Target) -> float:
     """The predicted speed.
 
     It is that measured, times the shares of rows and of residency in use, times the share of time that the start and
     the end of workgroups leave.
     """
     p, block_m = problem, self.tiles.block_m
-    blocks, places = ceildiv(p.M, block_m), MULTIPROCESSORS * self.resident
+    blocks, places = ceildiv(p.M, block_m), target.multiprocessors * self.resident
     rows, waves = p.M / (blocks * block_m), p.heads * blocks / round_up(p.heads * blocks, places)
     keys, measured = (p.N / 2, LENGTH / 2) if p.is_causal else (p.N, LENGTH)  # a causal mask skips about half the tiles
     return self.speed * rows * waves * (1 + self.ends / measured) / (1 + self.ends / keys)
@@ -145,20 +146,17 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   Dk, Dv = problem.Dk, problem.Dv
   if not serves(problem, target):
     chunk, most = 16 // problem.dtype.itemsize, largest_head(problem.dtype)
-    only = "; in 8 bits no features but masks of places and sinks, and rows that start at multiples of 16 bytes"
+    only = "; in 8 bits only is_causal, window, q_start, sinks and scales, and rows that start at multiples of 16 bytes"
     raise ValueError(
       f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of {chunk} up "
       f"to {most}{only if chunk == 16 else ''}"
     )
   known = MEASURED if problem.dtype in DTYPES_16 else MEASURED_8
   size = next(size for size, _ in known if max(Dk, Dv) <= size)
-  allowed = [x for x in known[size, problem.is_causal] if problem.light_on_registers or not x.tiles.producer]
-  for i, best in enumerate(sorted(allowed, key=lambda x: x.promise(problem), reverse=True)):
-    tiles = _no_larger(best.tiles, problem, best.tiles.step)
-    if (needed := tiles.shared_bytes(Dk, Dv)) <= target.lds:
-      yield tiles
-    elif i == 0:
-      raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {needed} bytes, of {target.lds}")
+  producers = problem.light_on_registers and problem.fits_tensor_maps
+  allowed = [x for x in known[size, problem.is_causal] if producers or not x.tiles.producer]
+  for best in sorted(allowed, key=lambda x: x.promise(problem, target), reverse=True):
+    yield replace(_no_larger(best.tiles, problem, best.tiles.step), multiprocessors=target.multiprocessors)
 
 
 def wide_forward(problem: Problem, target: Target) -> Iterator[Wide]:
@@ -208,7 +206,9 @@ def latent_forward(problem: Problem, target: Target) -> Iterator[Latent]:
 def check_measured(problem: Problem) -> None:
   """Raise ValueError if a problem of large head sizes has features with which no tiles were measured."""
   if not SERVED.issuperset(problem.features):
-    raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
+    raise ValueError(
+      "supports only is_causal, window, q_start, kv_lengths and sinks; tiles for other features have not been measured"
+    )
 
 
 def float32_forward(problem: Problem, target: Target) -> Iterator[Float32]:
@@ -221,7 +221,7 @@ def float32_forward(problem: Problem, target: Target) -> Iterator[Float32]:
   if arch != "sm_90" or max(Dk, Dv) > MOST:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes up to {MOST}")
   if not problem.light_on_registers:
-    raise ValueError("no features but masks of places and sinks, for want of registers")
+    raise ValueError("supports only is_causal, window, q_start and sinks; others need too many registers")
   for best in FLOAT32[min(x for x in FLOAT32 if max(Dk, Dv) <= x)]:
     yield _no_larger(best, problem, wgmma.K)
 
@@ -294,15 +294,18 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
   if arch != "sm_90" or Dk % 8 or Dv % 8:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
   if others := [x for x in problem.features if x not in ONE_PASS]:
-    raise ValueError(f"{', '.join(others)}: must be none, as then some blocks of keys would add nothing to dQ")
+    raise ValueError(f"{', '.join(others)}: not supported, because some blocks of keys would add nothing to dQ")
   if not problem.fits_tensor_maps:
     raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
   if bounded := [x for x in problem.masks if x.has_first]:
     raise ValueError(f"{bounded[0]}: must have no left bound")
   best = Fused.of(problem)
   fits = best.registers(Dk, Dv) <= FUSED_LIMIT and best.shared_bytes(Dk, Dv) <= target.lds
-  if parts(Dk) > best.warpgroups or not fits:
-    raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
+  if parts(Dk) > WARPGROUPS or not fits:
+    most = WARPGROUPS * PART
+    raise ValueError(
+      f"head sizes {Dk} and {Dv}: that of keys must be at most {most}, and all sums must fit in registers"
+    )
   yield best
   for stages in (1, 3):
     tiles = replace(best, stages=stages)
