@@ -8,7 +8,7 @@ RDNA4, and of 128 along k in HIP. All those of 8 bits are rendered here, with op
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, dtypes
+from tinygrad import dtypes
 from tinygrad.codegen.opt.tc import pm_validate_wmma_rdna3
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
@@ -18,6 +18,7 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from uopattn.dsl.instructions import BY_TEXT, is_wave_fence
 from uopattn.emulator.scopes import check_scopes
+from uopattn.runtime.device import opened
 from uopattn.runtime.program_cache import finished
 
 Rules = list[tuple[UPat, Callable[..., Any] | tuple[Any, ...]]]
@@ -131,7 +132,7 @@ def extended(renderer: HIPRenderer) -> HIPRenderer:
 
 def as_hip(kernel: UOp, device: str, estimates: Estimates) -> UOp:
   """Compile a kernel for an AMD device by HIP; see `as_llvm`."""
-  renderer = Device[device].renderer
+  renderer = opened(device).renderer
   assert isinstance(renderer, HIPRenderer)
   return finished(kernel, extended(renderer), estimates)
 
@@ -144,4 +145,4 @@ def as_llvm(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "AMD", "AMD:1", ...
     estimates: the work that tinygrad reports for the kernel.
   """
-  return finished(kernel, InstructionRenderer(Device[device].renderer.target), estimates)
+  return finished(kernel, InstructionRenderer(opened(device).renderer.target), estimates)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from tinygrad import Device, UOp
+from tinygrad import UOp
 from tinygrad.device import TinyELF
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.renderer import Estimates
@@ -36,6 +36,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 from uopattn.dsl.target import CPU_ARGUMENTS
 from uopattn.runtime.cpu import kernel_renderer
+from uopattn.runtime.device import opened
 from uopattn.runtime.machine import thread_count, usable_cores
 from uopattn.runtime.program_cache import finished
 
@@ -81,7 +82,7 @@ _NO_SEMAPHORE = (None, (1 << 64) - 1)  # SEM_FAILED of Linux, and of macOS
 @functools.cache
 def _program() -> CPUProgram:
   """Compile threads.c."""
-  device = cast(CPUDevice, Device["CPU"])
+  device = cast(CPUDevice, opened("CPU"))
   target = device.renderer.target
   code = ClangCompiler(target.arch.split(",")).compile_cached(_SOURCE)
   return CPUProgram(device, TinyELF(code, "uopattn_team", target, ()))
@@ -252,6 +253,6 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     estimates: the work that tinygrad reports for the kernel.
   """
   made = finished(kernel, kernel_renderer(device), estimates)
-  runtime = ThreadedProgram(useful_threads(estimates), cast(CPUDevice, Device[device]), made.to_elf())
+  runtime = ThreadedProgram(useful_threads(estimates), cast(CPUDevice, opened(device)), made.to_elf())
   runtime_cache.setdefault((made.key, device), runtime)
   return made
