@@ -34,6 +34,8 @@ def target_of(device: str) -> Target:
   kind = kind_of(device)
   if kind not in DEVICES:
     raise ValueError(f"device {device!r} is unknown; accepted are {', '.join(DEVICES)}")
+  if kind == "CPU":
+    find_clang()  # tinygrad compiles a CPU device's own programs with it, whatever renders the others
   renderer = kernel_renderer(device)
   arch = renderer.target.arch
   if kind == "EMU" and isinstance(renderer, ClangRenderer):
@@ -43,7 +45,6 @@ def target_of(device: str) -> Target:
   if not isinstance(renderer, LANGUAGES.get(kind, Renderer)):
     return Target(f"{kind}:{type(renderer).__name__.removesuffix('Renderer').removeprefix(kind)}", arch)
   if kind == "CPU":
-    find_clang()
     vector = vector_unit(arch.split(",")[0], tuple(cast(ClangCompiler, renderer.compiler).args))
     return Target(kind, arch, replace(vector, tiles=vector.tiles and may_use_tiles()), thread_count())
   if kind == "WEBGPU":

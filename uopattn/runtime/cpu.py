@@ -35,7 +35,6 @@ int matrix_tiles;
 """
 
 
-@functools.cache
 def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
   """Return the vector unit that clang uses for `arch` ("x86_64", "arm64", ...) with machine flags (`-march=native`).
 
@@ -45,8 +44,13 @@ def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
   Raises:
     NoCompiler: the compiler rejects the probe.
   """
+  return _vector_unit(find_clang(), arch, flags)
+
+
+@functools.cache
+def _vector_unit(clang: str, arch: str, flags: tuple[str, ...]) -> VectorUnit:
   target = f"--target={arch}-none-unknown-elf"
-  command = [find_clang(), "-S", "-x", "c", "-O2", "-ffreestanding", target, *flags, "-o", "-", "-"]
+  command = [clang, "-S", "-x", "c", "-O2", "-ffreestanding", target, *flags, "-o", "-", "-"]
   done = subprocess.run(command, input=_PROBE, capture_output=True, text=True)
   if done.returncode:
     said = (done.stderr.strip() or "no message").splitlines()[0]
