@@ -21,7 +21,6 @@ from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.dtype import DType
 from tinygrad.helpers import Target, round_up
-from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.rules.ranges import Window
@@ -31,7 +30,7 @@ from uopattn.dsl.target import Target as Machine
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.plan.tiles import amd
-from uopattn.runtime.amd import extended
+from uopattn.runtime.amd import ExtendedHIP
 from uopattn.runtime.clang import clang_version, find_clang
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
@@ -141,7 +140,7 @@ def source(
   kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
 ) -> tuple[str, AnyTiles]:
   """Return a kernel in HIP, as tinygrad renders it, and its tiles."""
-  renderer = extended(HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True))
+  renderer = ExtendedHIP(Target("AMD", "HIPCC", arch), use_hipcc=True)
   renderer.compiler = Compiler()
   built, tiles = graph(kernel, arch, dtype, heads, M, N, D, causal)
   return for_clang(next(u.arg for u in to_program(built, renderer).src if u.op is Ops.SOURCE)), tiles

@@ -42,6 +42,7 @@ from uopattn.measure.timing import BURSTS, Runner, alternate, on_cpu, ratios, sh
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report
 from uopattn.runtime.clang import clang_version
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.gpu import gpu_name
 from uopattn.runtime.machine import machine_record, thread_count
 
@@ -270,7 +271,7 @@ def gpu() -> str:
   """
   if DEV.device in GPUS:
     return DEV.device
-  first_gpu = first_with_kernels(device for device in (default_device(), *GPUS) if device.split(":")[0] in GPUS)
+  first_gpu = first_with_kernels(device for device in (default_device(), *GPUS) if kind_of(device) in GPUS)
   if first_gpu is None:
     raise Usage(f"gpu: tinygrad finds none of the devices {', '.join(GPUS)} here that can run the kernels")
   return first_gpu
@@ -290,7 +291,7 @@ def problems(args: argparse.Namespace) -> list[tuple[str, Config]]:
   over = parse([], {key: os.environ[key] for key in ("GPUS", "SHARD") if key in os.environ})
   over = replace(over, dtype=args.dtype)
   for device in devices(args.device):
-    if (kind := device.split(":")[0]) not in ("CPU", *GPUS):
+    if (kind := kind_of(device)) not in ("CPU", *GPUS):
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
     configs = cpu_rows() if kind == "CPU" else small_rows() if kind in WITHOUT_MATRIX_UNITS else gpu_rows()
     configs = quick_rows(kind) if args.quick else backward_rows(kind) if args.backward else configs

@@ -31,6 +31,7 @@ from uopattn.plan.dispatch import (
 from uopattn.plan.target import shown, target_of
 from uopattn.plan.tiles import tiles_for
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.machine import machine_record
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
@@ -113,7 +114,7 @@ def others(default: str) -> Iterator[str]:
   Args:
     default: the default device, which is skipped; its name may have more parts than the device's kind.
   """
-  for device in (kind for kind in kinds_with_kernels() if kind != default.split(":")[0]):
+  for device in (kind for kind in kinds_with_kernels() if kind != kind_of(default)):
     try:
       with Context(DEV=device):
         yield shown(target_of(device), device)

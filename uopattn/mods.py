@@ -381,7 +381,7 @@ def softcap(cap: float) -> Score:
 
   Raises:
     TypeError: cap is not a number.
-    ValueError: cap is not greater than 0, or not finite.
+    ValueError: cap is not from 2**-126 to 2**126.
 
   Example:
     >>> from tinygrad import Tensor

@@ -14,10 +14,9 @@ from tinygrad.device import Compiler, TinyELF
 from tinygrad.device import Program as EmulatedProgram
 from tinygrad.helpers import Target
 from tinygrad.renderer import Renderer
-from tinygrad.renderer.cstyle import HIPRenderer
 
 from uopattn.emulator.device import AMD, EMUDevice
-from uopattn.runtime.amd import InstructionRenderer, extended
+from uopattn.runtime.amd import ExtendedHIP, InstructionRenderer
 
 from .elf import CodeObject
 from .program import Program
@@ -104,7 +103,7 @@ def hip_renderer(target: Target) -> Renderer:
   """The renderer of our AMD kernels in HIP. Raises ValueError for a target that is no AMD architecture."""
   if not target.arch.startswith(AMD):
     raise ValueError(f"{target.arch!r} is not among the AMD architectures {', '.join(AMD)}")
-  renderer = extended(HIPRenderer(Target("AMD", "HIPCC", target.arch), use_hipcc=True))
+  renderer = ExtendedHIP(Target("AMD", "HIPCC", target.arch), use_hipcc=True)
   renderer.compiler = HIPCompiler(target.arch)
   return renderer
 

@@ -191,7 +191,9 @@ def test_gradients_by_plain_ops() -> None:
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-BOUNDS = r"it must be a number, finite and at least 0, or a float Tensor that broadcasts to \(B, Hkv\) = \(2, 2\)"
+BOUNDS = (
+  r"it must be a number, finite in float32 and at least 0, or a float Tensor that broadcasts to \(B, Hkv\) = \(2, 2\)"
+)
 
 
 @pytest.mark.parametrize("name", HEAD_SCALES)

@@ -9,12 +9,11 @@ from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.helpers import Target
 from tinygrad.renderer import Renderer
-from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from uopattn import emulator
 from uopattn.emulator.scopes import check_scopes
-from uopattn.runtime.amd import InstructionRenderer, extended
+from uopattn.runtime.amd import ExtendedHIP, InstructionRenderer
 from uopattn.runtime.cpu import AlignedRenderer
 from uopattn.runtime.cuda import SharedRenderer
 
@@ -45,7 +44,7 @@ RENDERERS: dict[str, Callable[[], Renderer]] = {  # of our own kernels
   "CPU": lambda: AlignedRenderer(Target("CPU", "CLANG", "x86_64,x86-64-v3")),
   "CUDA": lambda: SharedRenderer("sm_90", use_nvcc=True),
   "AMD by LLVM": lambda: InstructionRenderer(Target("AMD", "LLVM", "gfx1100")),
-  "AMD by HIP": lambda: extended(HIPRenderer(Target("AMD", "HIPCC", "gfx1100"), use_hipcc=True)),
+  "AMD by HIP": lambda: ExtendedHIP(Target("AMD", "HIPCC", "gfx1100"), use_hipcc=True),
 }
 
 

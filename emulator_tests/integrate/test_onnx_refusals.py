@@ -105,6 +105,7 @@ GROUPED: Refusals = [
   ({"q_norm_weight": NORMS["q_norm_weight"]}, {}, "q_norm_weight and k_norm_weight must be given together"),
   (NORMS | {"k_norm_weight": ONE}, {}, r"k_norm_weight has shape \(1,\); it must be \(32,\)"),
   (NORMS, {"qk_norm_epsilon": 0.0}, "qk_norm_epsilon is 0.0; it must be finite and greater than 0"),
+  (NORMS, {"q_norm_epsilon": 1e39}, r"q_norm_epsilon is 1e\+39; it must be finite and greater than 0"),
   (NORMS, {"k_norm_epsilon": np.inf}, "k_norm_epsilon is inf; it must be finite and greater than 0"),
   (CHUNK | {"past_key": None, "past_value": None}, {}, "query_seqlens needs past_key and past_value"),
   (CHUNK, {"causal": 0}, "causal is 0; it must be 1 with query_seqlens"),

@@ -21,13 +21,12 @@ from uopattn.dsl import clamp
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import CPU_STACK, Target
 from uopattn.kernels import amx_backward, amx_forward
 from uopattn.kernels.amx_forward import Tiles
 from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.plan.target import target_of
 from uopattn.plan.tiles import amx, tiles_for
-from uopattn.plan.tiles.cpu import STACK_LIMIT
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime import cpu
@@ -211,7 +210,7 @@ def test_candidates(M: int) -> None:
     assert len(set(found)) == len(found)
     assert len(found) > 1 or M == 17 or D == 2000
     for tiles in found:
-      assert tiles.stack_bytes(D, D, 2) <= STACK_LIMIT
+      assert tiles.stack_bytes(D, D, 2) <= CPU_STACK
       assert 8 * math.ceil(M / tiles.block_m) % tiles.blocks_per_call == 0
 
 

@@ -9,6 +9,7 @@ from test_paged_four_bits import Case
 from tinygrad import Tensor, dtypes
 
 from uopattn import attention
+from uopattn.dsl.target import CPU_STACK
 from uopattn.kernels.cpu_forward import Tiles
 from uopattn.plan.tiles import cpu
 
@@ -89,7 +90,7 @@ def test_tiles_state_their_laws() -> None:
   assert next(cpu.forward(problem_of(8, 65, 64, 64, 64), with_vectors(16, 32))).block_m == 48
   assert next(cpu.forward(problem_of(8, 3, 1000, 64, 64), with_vectors(16, 32))).block_m == 16
   tiles = next(cpu.forward(problem_of(8, 1000, 1000, 40_000, 64, dtypes.half), with_vectors(16, 32)))
-  assert tiles.stack_bytes(40_000, 64, True) <= cpu.STACK_LIMIT
+  assert tiles.stack_bytes(40_000, 64, True) <= CPU_STACK
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):
     next(cpu.forward(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32)))
 

@@ -13,7 +13,7 @@ from mistakes import DECODE_PAIRS
 from tinygrad import Tensor, dtypes
 
 from uopattn import attention, flash
-from uopattn.dsl.target import Target, VectorUnit
+from uopattn.dsl.target import CPU_STACK, Target, VectorUnit
 from uopattn.kernels.cpu_decode import Tiles
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
@@ -157,6 +157,6 @@ def test_tiles_state_their_laws() -> None:
   small = next(cpu.decode(problem_of(8, 8, 4096, 128, 128, dtypes.half), with_vectors(8, 16)))
   assert registers_of(small) <= 16
   tiles = next(cpu.decode(problem_of(8, 40, 10, 20_000, 20_000, dtypes.half), with_vectors(16, 32)))
-  assert tiles.stack_bytes(20_000, 20_000) <= cpu.STACK_LIMIT
+  assert tiles.stack_bytes(20_000, 20_000) <= CPU_STACK
   with pytest.raises(ValueError, match="head size 2000000: a tile needs"):
     next(cpu.decode(problem_of(8, 1, 1000, 2_000_000, 64, dtypes.half), with_vectors(16, 32)))

@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 from tinygrad.helpers import Target as Named
 from tinygrad.renderer import Renderer
-from tinygrad.renderer.cstyle import HIPRenderer, OpenCLRenderer
+from tinygrad.renderer.cstyle import OpenCLRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import Ops
@@ -26,7 +26,7 @@ from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch, dispatch_backward, stages, sums_launches
 from uopattn.plan.launch import Launch
-from uopattn.runtime.amd import extended
+from uopattn.runtime.amd import ExtendedHIP
 from uopattn.runtime.clang import find_clang
 from uopattn.runtime.cpu import AlignedRenderer
 from uopattn.runtime.cuda import SharedRenderer
@@ -113,7 +113,7 @@ def renderer(target: Target) -> Renderer:
   if target.device == "CPU":
     found = AlignedRenderer(Named("CPU", "CLANG", target.arch))
   elif target.device == "AMD":
-    found = extended(HIPRenderer(Named("AMD", "HIPCC", target.arch), use_hipcc=True))
+    found = ExtendedHIP(Named("AMD", "HIPCC", target.arch), use_hipcc=True)
   elif target.device == "CL":
     found = OpenCLRenderer(Named("CL", "CL", target.arch))
   else:

@@ -13,7 +13,6 @@ from tinygrad.device import Compiler
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import Target
 from tinygrad.renderer import Renderer
-from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.runtime.support import compiler_llvm
 from tinygrad.uop.ops import AxisType, Ops
 
@@ -23,7 +22,7 @@ from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target as Machine
 from uopattn.kernels.amd_forward import forward
 from uopattn.plan.tiles import amd
-from uopattn.runtime.amd import InstructionRenderer, extended
+from uopattn.runtime.amd import ExtendedHIP, InstructionRenderer
 
 
 def exchanged(x: UOp, lane: UOp) -> UOp:
@@ -75,7 +74,7 @@ def llvm_renderer(arch: str) -> Renderer:
 
 
 def hip_renderer(arch: str) -> Renderer:
-  renderer = extended(HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True))
+  renderer = ExtendedHIP(Target("AMD", "HIPCC", arch), use_hipcc=True)
   renderer.compiler = Compiler()
   return renderer
 

@@ -234,7 +234,8 @@ def test_caches_are_written_where_tinygrad_renders_something_else(
   kind: str, renderer: type[PTXRenderer | NAKRenderer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """The kernel has tinygrad's own ops alone, so its renderer gets it as it is."""
-  monkeypatch.setattr("uopattn.runtime.prepare.Device", {kind: SimpleNamespace(renderer=renderer.__new__(renderer))})
+  opened = SimpleNamespace(renderer=renderer.__new__(renderer))
+  monkeypatch.setattr("uopattn.runtime.prepare.opened", lambda device: opened)
   rows, new = (Memory((2, 2, n, 16), HALF, None) for n in (9, 3))
   call = Append((rows, rows), None, (new, new), Rows(9), (), None, False, None)
   kernel = prepared(lambda call: (call.graph(False), call.estimates()), kind, call)

@@ -1,5 +1,6 @@
 """Lowered kernels on disk: found again by another process, and by no other kernel."""
 
+import inspect
 import logging
 import os
 import sqlite3
@@ -20,6 +21,7 @@ from uopattn.kernels import cpu_forward
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
 from uopattn.runtime import program_cache
+from uopattn.runtime.amd import ExtendedHIP, InstructionRenderer
 from uopattn.spec.spec import AttentionSpec
 
 CALL = """
@@ -62,7 +64,7 @@ def entries(database: Path) -> int:
 def test_another_process_lowers_nothing_anew_but_what_was_damaged(database: Path) -> None:
   assert said(database, "0.5").count("lowering attention") == 1
   damage(database, b"nonsense")
-  assert "damaged entry" in said(database, "0.5")
+  assert "damaged cache entry" in said(database, "0.5")
   assert said(database, "0.5") == ""
 
 
@@ -98,7 +100,7 @@ def test_a_damaged_entry_is_made_anew(
   damage(database, value)
   with caplog.at_level(logging.INFO, "uopattn"):
     assert program_cache.program(graph, renderer) == want
-    assert any("damaged entry" in record.message for record in caplog.records)
+    assert any("damaged cache entry" in record.message for record in caplog.records)
     caplog.clear()
     assert program_cache.program(graph, renderer) == want
   assert caplog.records == []
@@ -131,6 +133,19 @@ def test_other_tiles_and_a_changed_kernel_are_other_entries(
     assert program_cache.program(kernel(cpu_forward.Tiles(16, 19, 3)), renderer)[1] != source
     monkeypatch.setattr(cpu_forward, "LOWEST", -0.5)
     assert program_cache.program(kernel(cpu_forward.Tiles(16, 18, 3)), renderer)[1] != source
+
+
+@pytest.mark.parametrize("name", ["runtime.amd", "dsl.instructions.hip", "dsl.instructions.dialect", "dsl.instruction"])
+def test_changed_texts_of_renderers_and_instructions_are_other_entries(
+  name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """LLVM IR of instructions is in no graph, and no renderer of ours is one of tinygrad's classes."""
+  right, versions = inspect.getsource, program_cache._versions.__wrapped__
+  before = {x: versions(x.__module__) for x in (ExtendedHIP, InstructionRenderer)}
+  changed = sys.modules[f"uopattn.{name}"]
+  monkeypatch.setattr(inspect, "getsource", lambda module: right(module) + "#" * (module is changed))
+  for renderer, version in before.items():
+    assert versions(renderer.__module__) != version
 
 
 def test_two_loops_of_one_axis_are_an_error() -> None:

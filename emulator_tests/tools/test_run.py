@@ -482,12 +482,25 @@ def test_vector_unit_is_what_the_compiler_uses(arch: str, lanes: int, registers:
 
 
 @pytest.mark.usefixtures("no_workers")
+def test_another_compiler_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  asked = vector_unit("x86_64", ()), toolchain.clang_version()
+  said = tmp_path / "cc"
+  said.write_text("#!/bin/sh\necho clang of %zmm\n")
+  said.chmod(0o755)
+  monkeypatch.setenv("CC", str(said))
+  assert (vector_unit("x86_64", ()), toolchain.clang_version()) != asked
+  assert vector_unit("x86_64", ()) == VectorUnit(16, 16)
+  assert toolchain.clang_version() == "clang of %zmm"
+  monkeypatch.undo()
+  assert (vector_unit("x86_64", ()), toolchain.clang_version()) == asked
+
+
+@pytest.mark.usefixtures("no_workers")
 def test_a_compiler_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   broken = tmp_path / "cc"
   broken.write_text("#!/bin/sh\necho unknown option >&2; exit 1\n")
   broken.chmod(0o755)
   monkeypatch.setenv("CC", str(broken))
-  vector_unit.cache_clear()
   with pytest.raises(toolchain.NoCompiler, match="is not a clang that compiles for x86_64: unknown option"):
     vector_unit("x86_64", ())
   assert Tensor([1]).tolist() == [1]

@@ -6,11 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import cast
 
 import pytest
 from helpers import check, qkv
-from tinygrad import Context, Device, Tensor
+from tinygrad import Context, Device, Tensor, UOp, dtypes
+from tinygrad.device import Buffer
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
@@ -18,7 +22,8 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.runtime.support.elf import elf_loader
 
 from uopattn import attention
-from uopattn.runtime import machine
+from uopattn.dsl import Scope, make_kernel
+from uopattn.runtime import machine, threads
 from uopattn.runtime.machine import thread_count
 from uopattn.runtime.threads import _SOURCE, MOST_ARGUMENTS, Team, ThreadedProgram, useful_threads
 
@@ -118,6 +123,47 @@ def test_workers_stay_where_the_system_does_not_move_threads(monkeypatch: pytest
   assert two._core == -1
 
 
+@contextmanager
+def small_stacks() -> Iterator[None]:
+  """Threads that are started have a stack of 1 MiB."""
+  before = threading.stack_size(1 << 20)
+  try:
+    yield
+    assert threading.stack_size() == 1 << 20
+  finally:
+    threading.stack_size(before)
+
+
+def test_workers_have_the_stack_that_kernels_need() -> None:
+  """Whatever other threads get."""
+  sizes = {}
+
+  class Noting(Recorder):
+    def note(self, given: int, item: int) -> None:
+      sizes[threading.current_thread().name] = threads._stack.size
+      super().note(given, item)
+
+  with small_stacks():
+    one = Team(1)
+  Noting(company=True).run(one, 5, 2)
+  assert sizes["uopattn-0"] >= threads.WORKER_STACK
+
+
+def test_a_caller_with_too_small_a_stack() -> None:
+  s = Scope()
+  array = s.assign(s.buffer(1 << 19), lambda i: i.cast(dtypes.float))
+  kernel = make_kernel("large_array", (), UOp.placeholder((1,), dtypes.float, 0)[0].store(array[5].load()))
+  made = threads.threaded(kernel, "CPU", Estimates())
+  program, out = runtime_cache[(made.key, "CPU")], Tensor.empty(1).contiguous().realize()
+  buffer = cast(Buffer, out.uop.buffer).get_buf("CPU")
+  program(buffer)
+  assert out.item() == 5
+  with small_stacks(), ThreadPoolExecutor(1) as pool:
+    called = pool.submit(program, buffer)
+    with pytest.raises(RuntimeError, match=r"large_array has 2097152 bytes on the stack, too many for this thread's"):
+      called.result()
+
+
 def test_too_many_arguments(three: Team) -> None:
   with pytest.raises(ValueError, match=f"a kernel of {MOST_ARGUMENTS} arguments; at most {MOST_ARGUMENTS - 1} can be"):
     three.run(0, [0] * MOST_ARGUMENTS, 1, 1, 1)
@@ -208,14 +254,15 @@ target = Device["CPU"].renderer.target
 code = ClangCompiler(target.arch.split(",")).compile(SOURCE)
 program = CPUProgram(Device["CPU"], TinyELF(code, "kernel", target, ()))
 usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
-ITEMS, four = 40, threads.team(3)
+threads.usable_cores = lambda: 4
+ITEMS, four = 40, threads.team()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 
 class Counts:
   def __init__(self):
     self.words = (ctypes.c_long * (2 + ITEMS))()
   def run(self, nap, company=0, items=ITEMS):
-    threads.team(3).run(program.addr, (ctypes.addressof(self.words), usleep, nap, company, 0), 4, items, 4)
+    threads.team().run(program.addr, (ctypes.addressof(self.words), usleep, nap, company, 0), 4, items, 4)
   def done(self):
     return self.words[2:] == [1] * ITEMS
 """

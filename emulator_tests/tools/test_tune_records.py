@@ -1,5 +1,6 @@
 """What the tuner remembers: entries of its store, who may write them, and what becomes of damaged ones."""
 
+import errno
 import json
 import os
 import sqlite3
@@ -43,7 +44,7 @@ def test_a_locked_database_costs_nothing_but_the_entry(
     finally:
       other.execute("ROLLBACK")
       connection.execute("PRAGMA busy_timeout = 60000")
-  assert "cannot be stored: database is locked" in caplog.text
+  assert "so only this process knows it: database is locked" in caplog.text
   assert not connection.in_transaction
   assert WINNERS.every() == []
 
@@ -80,13 +81,20 @@ def test_who_waits_holds_no_transaction(monkeypatch: pytest.MonkeyPatch) -> None
   assert len(WINNERS.every()) == 1
 
 
+@pytest.mark.parametrize("there_is", ["no file", "no lock"])
 def test_where_no_lock_can_be_made_it_measures_all_the_same(
-  searches: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+  there_is: str, searches: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  monkeypatch.setattr(Store, "lock_file", "/nowhere/lock")
+  def flock(file: Any, how: int) -> None:
+    raise OSError(errno.ENOTSUP, "as on some network file systems")
+
+  if there_is == "no file":
+    monkeypatch.setattr(Store, "lock_file", "/nowhere/lock")
+  else:
+    monkeypatch.setattr(store.fcntl, "flock", flock)
   with uopattn.tune():
     assert launch_on(spec_of(), "CPU") == the(1, spec_of())
-  assert "there is no lock" in caplog.text
+  assert "the lock file cannot be locked" in caplog.text
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import check_guards, dispatch
 from uopattn.plan.target import target_of
+from uopattn.runtime.device import kind_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import batched, check_dimensions, described, dtype_name, near
@@ -100,8 +101,8 @@ def flash(
     check_guards((launch,), device)
   buffers = (o, q, k, v, *([] if lse is None else [lse]), *aux)
   # Which devices the Tensors are on is unknown here: the kernel is loaded on all of this kind that are in use.
-  kind = device.split(":")[0]
-  devices = {device, *(x for x in Device._opened_devices if x.split(":")[0] == kind)}
+  kind = kind_of(device)
+  devices = {device, *(x for x in Device._opened_devices if kind_of(x) == kind)}
   return launch.build((device, *sorted(devices - {device})), [x.base.arg.slot for x in buffers])
 
 

@@ -15,6 +15,7 @@ from uopattn.api.four_bit_pages import format_of, in_format
 from uopattn.api.paged import attend_pages, check_lengths, check_pages, check_table
 from uopattn.dsl import sizes
 from uopattn.dsl.schedule import FEW, HEAD_SCALES
+from uopattn.runtime.device import kind_of
 from uopattn.spec.arguments import Arguments, Sizes
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.tensors import placed
@@ -94,7 +95,7 @@ def parts_of(longest: int, group: int, device: Devices) -> list[tuple[int, int, 
     longest: the most queries of a sequence.
     group: query heads per key head.
   """
-  if devices_of(device)[0].split(":")[0] != "CPU":
+  if kind_of(devices_of(device)[0]) != "CPU":
     packed = max(1, ROWS // group)
     return [(min(longest, packed if packed <= FEW else ROWS), 1, longest)]  # heads of few queries are packed
   if longest <= FEW_ON_CPU:

@@ -19,6 +19,7 @@ from uopattn.kernels.append import Operand, Place, append
 from uopattn.plan.launch import empty
 from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.prepare import called, prepared
 from uopattn.spec.arguments import bound_variables, in_kernel
 from uopattn.spec.layout import VIEW_OPS, Layout, base_of, flat_base, in_memory, layout_of, strided
@@ -207,7 +208,7 @@ def append_call(
   others = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
   others += [] if norm_rope is None else norm_rope.tensors
   inputs += map(in_memory, others)
-  kernel, *_ = [prepared(_graph, x, call, target_of(x).device == "CPU") for x in devices_of(device)]
+  kernel, *_ = [prepared(_graph, x, call, kind_of(target_of(x).device) == "CPU") for x in devices_of(device)]
 
   rounds = sources[0].dtype != targets[0].dtype
   gradient = _gradient(norm_rope is not None, rounds, len(outputs), inputs, len(variables))

@@ -55,7 +55,9 @@ BIAS = {
   "CUDA": ("hopper_bias_backward", "cuda_bias_backward"),
 }
 DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that have kernels
-# How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
+# How to have tinygrad render C, as the kernels for CPUs need, and CUDA C++, as those for NVIDIA's GPUs need: with NVRTC
+# and with nvcc.
+WITH_CLANG = "DEV=CPU:CLANG"
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 MOST = 8  # tiles of a schedule to measure
 Chooser = Callable[[AttentionSpec, str, bool], tuple[Launch, ...] | None]  # see `choose_by`
@@ -326,6 +328,8 @@ def _needed(target: Target) -> str:
   kind, *renderer = target.device.split(":")
   if not renderer:
     return f"there are kernels for {', '.join(sorted(DEVICES))}"
+  if kind == "CPU":
+    return f"kernels are C: set {WITH_CLANG}, which needs clang"
   nvrtc, nvcc = WITH_NVRTC_AND_NVCC[kind]
   return f"kernels are CUDA C++: set {nvrtc}, which needs NVRTC, or {nvcc}, which needs nvcc"
 

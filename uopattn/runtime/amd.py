@@ -8,16 +8,17 @@ RDNA4, and of 128 along k in HIP. All those of 8 bits are rendered here, with op
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, dtypes
+from tinygrad import dtypes
 from tinygrad.codegen.opt.tc import pm_validate_wmma_rdna3
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
-from tinygrad.renderer.cstyle import HIPRenderer
+from tinygrad.renderer.cstyle import HIPCCRenderer, HIPRenderer
 from tinygrad.renderer.llvmir import AMDLLVMRenderer, ldt
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from uopattn.dsl.instructions import BY_TEXT, is_wave_fence
 from uopattn.emulator.scopes import check_scopes
+from uopattn.runtime.device import opened
 from uopattn.runtime.program_cache import finished
 
 Rules = list[tuple[UPat, Callable[..., Any] | tuple[Any, ...]]]
@@ -110,30 +111,27 @@ class InstructionRenderer(AMDLLVMRenderer):
     return super().render(uops)
 
 
-def extended(renderer: HIPRenderer) -> HIPRenderer:
+class ExtendedHIP(HIPRenderer):
   """tinygrad's HIP renderer, extended by vectors of one element and by matrix instructions of 8 bits."""
-  result = object.__new__(type(renderer))  # tinygrad's copy is a new one, which looks for its compiler
-  result.__dict__.update(renderer.__dict__)
-  ours: Rules = [
-    (UPat(Ops.STACK, src=(UPat.var("x"),)), lambda ctx, x: f"({ctx[x]})"),
-    (UPat(Ops.WMMA, name="u"), bytes_in_hip),
-    (UPat(Ops.BARRIER, name="u"), lambda u: "" if is_wave_fence(u) else None),
-  ]
-  result.string_rewrite = PatternMatcher(ours) + renderer.string_rewrite
 
-  def render(uops: list[UOp]) -> str:
+  def __init__(self, target: Target, use_hipcc: bool = False):
+    super().__init__(target, use_hipcc)
+    ours: Rules = [
+      (UPat(Ops.STACK, src=(UPat.var("x"),)), lambda ctx, x: f"({ctx[x]})"),
+      (UPat(Ops.WMMA, name="u"), bytes_in_hip),
+      (UPat(Ops.BARRIER, name="u"), lambda u: "" if is_wave_fence(u) else None),
+    ]
+    self.string_rewrite = PatternMatcher(ours) + self.string_rewrite
+
+  def render(self, uops: list[UOp]) -> str:
     check_scopes(uops)
-    return type(renderer).render(result, uops)
-
-  result.__dict__["render"] = render
-  return result
+    return super().render(uops)
 
 
 def as_hip(kernel: UOp, device: str, estimates: Estimates) -> UOp:
   """Compile a kernel for an AMD device by HIP; see `as_llvm`."""
-  renderer = Device[device].renderer
-  assert isinstance(renderer, HIPRenderer)
-  return finished(kernel, extended(renderer), estimates)
+  renderer = opened(device).renderer
+  return finished(kernel, ExtendedHIP(renderer.target, isinstance(renderer, HIPCCRenderer)), estimates)
 
 
 def as_llvm(kernel: UOp, device: str, estimates: Estimates) -> UOp:
@@ -144,4 +142,4 @@ def as_llvm(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "AMD", "AMD:1", ...
     estimates: the work that tinygrad reports for the kernel.
   """
-  return finished(kernel, InstructionRenderer(Device[device].renderer.target), estimates)
+  return finished(kernel, InstructionRenderer(opened(device).renderer.target), estimates)

@@ -66,7 +66,11 @@ def provide_clang() -> None:
       worker.worker_pool = None
 
 
-@functools.cache
 def clang_version() -> str:
   """Return the first line of the compiler's `--version`."""
-  return subprocess.run([find_clang(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+  return _version(find_clang())
+
+
+@functools.cache
+def _version(clang: str) -> str:
+  return subprocess.run([clang, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from tinygrad import Context, Device
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import UOp
@@ -16,6 +15,7 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.target import LINE, VectorUnit
 from uopattn.emulator.scopes import check_scopes
 from uopattn.runtime.clang import NoCompiler, find_clang
+from uopattn.runtime.device import kind_of, opened
 from uopattn.runtime.machine import cpu_info, is_intel
 
 _PROBE = """
@@ -35,18 +35,22 @@ int matrix_tiles;
 """
 
 
-@functools.cache
 def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
   """Return the vector unit that clang uses for `arch` ("x86_64", "arm64", ...) with machine flags (`-march=native`).
 
-  It compiles a plain loop and reads the assembly. The flags do not tell: on some AVX-512 machines clang prefers
-  registers of half the width.
+  It compiles a plain loop and reads the assembly. The flags alone do not show it: on some AVX-512 machines clang
+  prefers registers of half the width.
 
   Raises:
     NoCompiler: the compiler rejects the probe.
   """
+  return _vector_unit(find_clang(), arch, flags)
+
+
+@functools.cache
+def _vector_unit(clang: str, arch: str, flags: tuple[str, ...]) -> VectorUnit:
   target = f"--target={arch}-none-unknown-elf"
-  command = [find_clang(), "-S", "-x", "c", "-O2", "-ffreestanding", target, *flags, "-o", "-", "-"]
+  command = [clang, "-S", "-x", "c", "-O2", "-ffreestanding", target, *flags, "-o", "-", "-"]
   done = subprocess.run(command, input=_PROBE, capture_output=True, text=True)
   if done.returncode:
     said = (done.stderr.strip() or "no message").splitlines()[0]
@@ -97,9 +101,8 @@ def kernel_renderer(device: str) -> Renderer:
   time cannot hold the rows of accumulators that a kernel keeps in registers. On Intel's processors it asks for vector
   registers of full width, if they have AVX-512; clang prefers half of it there, which halves the speed of a kernel.
   """
-  with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
-    renderer = Device[device].renderer
-  if not isinstance(renderer, ClangRenderer) or device.split(":")[0] == "EMU":
+  renderer: Renderer = opened(device).renderer
+  if not isinstance(renderer, ClangRenderer) or kind_of(device) == "EMU":
     return renderer
   target = renderer.target
   if target.arch.startswith("arm64,"):

@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from tinygrad import Device, UOp
+from tinygrad import UOp
 from tinygrad.device import Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import runtime_cache
@@ -25,6 +25,7 @@ from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import Ops
 
 from uopattn.emulator.scopes import check_scopes
+from uopattn.runtime.device import kind_of, opened
 from uopattn.runtime.program_cache import finished
 
 ALIGN, SMALL = 1024, 128  # bytes: the period of the widest swizzle of shared memory; alignment of a tensor map
@@ -94,8 +95,8 @@ def on_gpu(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "CUDA", "CUDA:1", "NV", ...
     estimates: the work that tinygrad reports for the kernel.
   """
-  gpu = Device[device]
-  ptx = DEBUG >= 5 and device.split(":")[0] == "CUDA"  # whose runtime then prints it
+  gpu = opened(device)
+  ptx = DEBUG >= 5 and kind_of(device) == "CUDA"  # whose runtime then prints it
   renderer = SharedRenderer(gpu.renderer.target.arch, isinstance(gpu.renderer, NVCCRenderer), ptx)
   made = finished(kernel, renderer, estimates)
   if (made.key, device) not in runtime_cache:
@@ -106,7 +107,7 @@ def on_gpu(kernel: UOp, device: str, estimates: Estimates) -> UOp:
 
 def loaded(elf: TinyELF, gpu: Any, shared: int) -> Program[Any]:
   """Load a kernel with `shared` bytes of dynamic shared memory on a CUDADevice or NVDevice."""
-  if gpu.device.split(":")[0] == "NV":
+  if kind_of(gpu.device) == "NV":
     from tinygrad.runtime.ops_nv import NVProgram
 
     return NVProgram(gpu, replace(elf, lib=with_shared_memory(elf.lib, elf.name, shared)))

@@ -1,18 +1,17 @@
-"""What is known of a GPU: its product, its driver, and its size."""
+"""A GPU's model, its driver, its number of multiprocessors, and WebGPU's limits."""
 
 import contextlib
 import ctypes
 import functools
 import platform
 from pathlib import Path
-from typing import Any
 
-from tinygrad import Context, Device
+from uopattn.runtime.device import kind_of, opened
 
 
 def gpu_name(device: str) -> str:
-  """Return the model name of a GPU; "" for a device whose runtime does not tell."""
-  kind, model = device.split(":")[0], ""
+  """Return the model name of a GPU; "" for a device whose runtime does not report it."""
+  kind, model = kind_of(device), ""
   if kind == "CUDA":
     from tinygrad.runtime.autogen import cuda
 
@@ -32,7 +31,7 @@ def gpu_name(device: str) -> str:
 
 def driver(device: str) -> str:
   """Return the name and the version of what drives a device: the driver, or the system that it is a part of."""
-  kind = device.split(":")[0]
+  kind = kind_of(device)
   if kind == "CL":
     return f"OpenCL {opened(device).driver_version}"
   if kind == "METAL":
@@ -49,12 +48,6 @@ def driver(device: str) -> str:
   return f"{platform.system()} {platform.release()}"
 
 
-def opened(device: str) -> Any:
-  """Return a device, opened; also while a tinygrad.function is traced, where nothing may run."""
-  with Context(ALLOW_DEVICE_USAGE=1):
-    return Device[device]
-
-
 def _file(path: Path) -> str:
   """Return the content of a small file of the system; "" if it cannot be read."""
   with contextlib.suppress(OSError):
@@ -69,10 +62,10 @@ def multiprocessors(device: str) -> int:
   For NV it is the number of the whole chip. tinygrad does not ask which of them are disabled on this card.
   """
   gpu = opened(device)
-  if device.split(":")[0] == "NV":
+  if kind_of(device) == "NV":
     return int(gpu.num_gpcs * gpu.num_tpc_per_gpc * gpu.num_sm_per_tpc)
   count = ctypes.c_int()
-  if device.split(":")[0] == "CL":
+  if kind_of(device) == "CL":
     from tinygrad.runtime.autogen import opencl
 
     size = ctypes.sizeof(count)

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tinygrad import Context, Device, UOp
+from tinygrad import UOp
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
-from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, HIPRenderer
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
 from tinygrad.uop.ops import Ops
 
+from uopattn.runtime.device import kind_of, opened
 from uopattn.runtime.program_cache import finished
 
 Build = Callable[..., tuple[UOp, Estimates]]
@@ -25,22 +26,20 @@ def prepared(build: Build, device: str, *args: Any) -> UOp:
     args: hashable. A kernel is compiled once per process for the same arguments, except on the emulator, where tests
       modify kernels to see that the checks notice. There only lowering is cached, by `program_cache`.
   """
-  with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
-    renderer = Device[device].renderer
-    if device.split(":")[0] == "EMU":
-      kernel, work = build(*args)
-      return finished(kernel, renderer, work)
-    in_another_language = device.split(":")[0] in ("CUDA", "NV") and not isinstance(renderer, CUDARenderer)  # PTX, NAK
-    if compiler(device) is None or in_another_language:
-      return _for_tinygrad(device, *build(*args))
-    return compiled(build, device, renderer.target, *args)
+  renderer = opened(device).renderer
+  if kind_of(device) == "EMU":
+    kernel, work = build(*args)
+    return finished(kernel, renderer, work)
+  if compiler(device) is None:
+    return _for_tinygrad(device, *build(*args))
+  return compiled(build, device, renderer.target, *args)
 
 
 def called(
   device: str, kernel: UOp, arguments: Sequence[UOp], variables: tuple[UOp, ...] = (), gradient: Any = None
 ) -> UOp:
   """Return the call of a prepared kernel. Its `grad_fxn` is `gradient`, of all arguments and Variables."""
-  if device.split(":")[0] == "WEBGPU":
+  if kind_of(device) == "WEBGPU":
     from uopattn.runtime.webgpu import check_number, with_each_buffer_once
 
     kernel, places = with_each_buffer_once(kernel, arguments)
@@ -74,24 +73,26 @@ def compiled(build: Build, device: str, target: Target, *args: Any) -> UOp:
 
 def is_compiled(device: str) -> bool:
   """Return whether `prepared` returns a PROGRAM for a device, whose buffers tinygrad does not see."""
-  return device.split(":")[0] == "EMU" or compiler(device) is not None
+  return kind_of(device) == "EMU" or compiler(device) is not None
 
 
 def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   """Return the function that compiles our kernels for a device; None if tinygrad's own renderer and runtime do.
 
+  They do on devices whose kernels have tinygrad's own ops alone, and where tinygrad renders another language than that
+  of the device's kernels, such as PTX: there only kernels run that have tinygrad's own ops alone, as `append` has.
+
   Its module is imported here, because no process needs those of all devices.
   """
-  kind = device.split(":")[0]
-  if kind == "CPU":
+  renderer = opened(device).renderer
+  if isinstance(renderer, ClangRenderer):
     from uopattn.runtime.threads import threaded
 
     return threaded
-  if kind in ("CUDA", "NV"):
+  if isinstance(renderer, CUDARenderer):
     from uopattn.runtime.cuda import on_gpu
 
     return on_gpu
-  renderer = Device[device].renderer
   if not isinstance(renderer, AMDLLVMRenderer | HIPRenderer):
     return None
   from uopattn.runtime.amd import as_hip, as_llvm
@@ -101,7 +102,7 @@ def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
 
 def _for_tinygrad(device: str, kernel: UOp, work: Estimates) -> UOp:
   """Return a kernel's graph as tinygrad's own renderer takes it."""
-  if device.split(":")[0] == "WEBGPU":
+  if kind_of(device) == "WEBGPU":
     from uopattn.runtime.webgpu import with_uniform_loops
 
     kernel = with_uniform_loops(kernel)

@@ -2,38 +2,38 @@
 
 tinygrad caches compiled binaries in a database on disk (`CACHEDB`), but not the sources, and lowering a graph to its
 source is the slowest part of a first call. This module stores the sources in the same database, under tinygrad's own
-key for a program: the graph, the renderer, its target and the settings. A changed kernel, tile size, flag or machine
-therefore gets a new entry. `CACHELEVEL=0` turns off both caches.
+key for a program (the graph, the renderer, its target and the settings), with the versions of what else they depend on.
+A changed kernel, tile size, flag or machine therefore gets a new entry. `CACHELEVEL=0` turns off both caches.
 """
 
 import contextlib
 import functools
 import gc
-import hashlib
 import inspect
 import json
 import logging
-import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program, to_program_key
 from tinygrad.dtype import AddrSpace
-from tinygrad.helpers import diskcache_get, diskcache_put
+from tinygrad.helpers import diskcache_put
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.isa import ISARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 from uopattn.dsl.instructions import BY_TEXT
 from uopattn.runtime.machine import installed_version
+from uopattn.runtime.store import Damaged, checksum, stored, with_checksum
 
 log = logging.getLogger("uopattn")
 TABLE = "uopattn_source"
+INSTRUCTIONS = "uopattn.dsl.instruction"  # the module, and how the names of those that declare instructions begin
 ONLY_CACHED: ContextVar[bool] = ContextVar("only_cached", default=False)
 
 
@@ -103,12 +103,13 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
     kernel: a SINK with KernelInfo.
     renderer: the renderer of the device that runs the kernel.
   """
-  kernel = kernel.replace(arg=replace(kernel.arg, estimates=Estimates()))  # tinygrad would count them, and nobody looks
+  # tinygrad would count them, and nothing uses the result.
+  kernel = kernel.replace(arg=replace(kernel.arg, estimates=Estimates()))
   # The source of an ISARenderer cannot be compiled again. Another tinygrad release lowers differently, so without a
   # known version nothing is cached.
   if isinstance(renderer, ISARenderer) or None in _releases():
     return _parts(to_program(kernel, renderer))
-  key = _sum(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))))
+  key = checksum(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))))
   if (entry := _read(key)) is not None:
     return _info(entry["info"], renderer), entry["source"], renderer.compiler.compile_cached(entry["source"])
   if ONLY_CACHED.get():
@@ -116,8 +117,7 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
   log.info("lowering %s", kernel.arg.name)
   with _no_garbage_collection():
     info, source, binary = _parts(to_program(kernel, renderer))
-  text = json.dumps({"info": _record(info), "source": source})
-  diskcache_put(TABLE, key, _sum(text) + text)
+  diskcache_put(TABLE, key, with_checksum(json.dumps({"info": _record(info), "source": source})))
   return info, source, binary
 
 
@@ -135,9 +135,13 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @functools.cache
 def _versions(renderers: str) -> tuple[str | None, ...]:
-  """Return what a source depends on besides its key: the releases, and a hash of the renderer module's text."""
-  with contextlib.suppress(OSError):  # the module's source is not available
-    return *_releases(), _sum(inspect.getsource(sys.modules[renderers]))
+  """Return what a source depends on besides its key: the releases, and a hash of the texts of modules.
+
+  They are the renderer's, and those of instructions, whose LLVM IR is in no graph.
+  """
+  names = [renderers, *sorted(x for x in sys.modules if x.startswith(INSTRUCTIONS))]
+  with contextlib.suppress(OSError):  # the source of a module is not available
+    return *_releases(), checksum("".join(inspect.getsource(sys.modules[x]) for x in names))
   return _releases()
 
 
@@ -162,22 +166,13 @@ def _parts(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:
   return lowered.arg, source.arg, binary.arg
 
 
-def _sum(text: str) -> str:
-  return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read(key: str) -> dict[str, Any] | None:
+def _read(key: str) -> Any:
   """Return the cache entry, or None if it is missing or damaged."""
   try:
-    stored = diskcache_get(TABLE, key)
-  except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError):
-    stored = ""
-  if stored is None:
+    return stored(TABLE, key)
+  except Damaged:
+    log.info("a damaged cache entry is replaced")
     return None
-  if not isinstance(stored, str) or stored[:64] != _sum(stored[64:]):
-    log.info("a damaged entry of the cache is made anew")
-    return None
-  return cast(dict[str, Any], json.loads(stored[64:]))
 
 
 def _record(info: ProgramInfo) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pickle
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import helpers
 from tinygrad.helpers import CACHELEVEL, diskcache_get, diskcache_put
@@ -46,29 +46,23 @@ class Store:
   def read(self, key: Entry) -> Entry | None:
     """Return the entry of a key; None if there is none. A damaged one counts as none, with a log line."""
     try:
-      stored = diskcache_get(self.name, _sum(_text(key)))
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError):
-      stored = ""
-    except sqlite3.Error as error:
-      log.warning("%s: what is known cannot be read: %s", self.program, error)
-      return None
-    if stored is None:
-      return None
-    if (entry := _checked(stored)) is None:
+      return stored(self.name, checksum(_text(key)))
+    except Damaged:
       log.warning("%s: a damaged entry is measured anew", self.program)
-    return entry
+    except sqlite3.Error as error:
+      log.warning("%s: stored entries cannot be read: %s", self.program, error)
+    return None
 
   def write(self, entry: Entry) -> bool:
     """Store an entry, in the place of an older one with its key; return whether that was possible.
 
     tinygrad waits 60 seconds for a database that another process has locked.
     """
-    text = _text(entry)
     try:
       with helpers.db_connection():  # rolls back what is interrupted: an open transaction locks out other processes
-        diskcache_put(self.name, _sum(_text(entry["key"])), _sum(text) + text)
+        diskcache_put(self.name, checksum(_text(entry["key"])), with_checksum(_text(entry)))
     except sqlite3.Error as error:
-      log.warning("%s: %s is known to this process alone, for it cannot be stored: %s", self.program, self.what, error)
+      log.warning("%s: %s could not be stored, so only this process knows it: %s", self.program, self.what, error)
       return False
     return True
 
@@ -85,8 +79,8 @@ class Store:
     entries = []
     for (value,) in rows:
       with contextlib.suppress(Exception):  # a damaged pickle may raise anything
-        entries.append(_checked(pickle.loads(value)))
-    return [entry for entry in entries if entry is not None]
+        entries.append(checked(pickle.loads(value)))
+    return entries
 
   def clear(self) -> int:
     """Remove all entries; return their number."""
@@ -100,34 +94,55 @@ class Store:
 
   @contextlib.contextmanager
   def one_at_a_time(self) -> Iterator[None]:
-    """Wait until no other process is here; the system ends a dead process's turn."""
+    """Wait until no other process is here; the system ends a dead process's turn.
+
+    If the file cannot be opened, or its file system has no locks, several processes may be here, with a log line.
+    """
     with contextlib.ExitStack() as stack:
       try:
         file = stack.enter_context(open(self.lock_file, "w"))
+        try:
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+          log.info("%s: waiting for another process that measures", self.program)
+          # tinygrad commits each write at once; one that was interrupted would keep that process from storing its entry
+          helpers.db_connection().rollback()
+          fcntl.flock(file, fcntl.LOCK_EX)
       except OSError as error:
-        log.warning("%s: another process may measure too, for there is no lock: %s", self.program, error)
-        yield
-        return
-      try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except OSError:
-        log.info("%s: waiting for another process that measures", self.program)
-        # tinygrad commits each write at once; one that was interrupted would keep that process from storing its entry.
-        helpers.db_connection().rollback()
-        fcntl.flock(file, fcntl.LOCK_EX)
+        what = "the lock file cannot be locked, so another process may measure at the same time"
+        log.warning("%s: %s: %s", self.program, what, error)
       yield
 
 
-def _checked(stored: object) -> Entry | None:
-  """Return the entry that was stored as this text; None if the text has changed since."""
-  if not isinstance(stored, str) or stored[:64] != _sum(stored[64:]):
-    return None
-  return cast(Entry, json.loads(stored[64:]))
+class Damaged(Exception):
+  """What is stored is not what was stored."""
+
+
+def stored(table: str, key: str) -> Any:
+  """Return the JSON object that was stored under a key, `with_checksum`; None if there is none. Raises Damaged."""
+  try:
+    value = diskcache_get(table, key)
+  except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError):
+    raise Damaged from None
+  return None if value is None else checked(value)
+
+
+def with_checksum(text: str) -> str:
+  """Return a JSON text as it is stored."""
+  return checksum(text) + text
+
+
+def checked(value: object) -> Any:
+  """Return the JSON object that was stored as this value. Raises Damaged if the value has changed since."""
+  if not isinstance(value, str) or value[:64] != checksum(value[64:]):
+    raise Damaged
+  return json.loads(value[64:])
+
+
+def checksum(text: str) -> str:
+  """Return 64 hexadecimal digits."""
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(x: Entry) -> str:
   return json.dumps(x, sort_keys=True)
-
-
-def _sum(text: str) -> str:
-  return hashlib.sha256(text.encode()).hexdigest()

@@ -1,5 +1,5 @@
-// The C side of threads.py, which says how it works and defines MOST_ARGUMENTS, and for a call of a kernel the TYPES of that
-// many words and the VALUES from a[0] on. Its ctypes structures mirror the ones here.
+// threads.py explains how this works. It defines MOST_ARGUMENTS and, for that many arguments, the parameter list TYPES
+// and the argument list VALUES (a[0], a[1], ...). Its ctypes structures mirror the ones here.
 typedef unsigned long long word;
 #if defined(__x86_64__)
 #define PAUSE() __asm__ volatile("pause")

@@ -5,20 +5,26 @@ a runtime object of their own, which is stored in tinygrad's runtime cache. All 
 tinygrad's runtime. No interpreter runs between two items.
 
 A worker is a Python thread that calls the C code of threads.c, which releases the interpreter lock. It spins for a job
-for about half a millisecond, since calls tend to follow each other closely; then it sleeps on a semaphore, or, where
-there is none to be had, naps between looks. The caller wakes a few workers, which wake others. It runs items together
-with the workers that have joined, and never waits for one that has not started. About every tenth of a second it
-returns to the interpreter, which handles signals. An exception raised by a signal handler, such as KeyboardInterrupt,
-cancels the items that have not started. Workers end before the interpreter does, which frees the code that they run.
+for about half a millisecond, since calls tend to follow each other closely; then it sleeps on a semaphore, or, if the
+system provides none, sleeps briefly between checks. The caller wakes a few workers, which wake others. It runs items
+together with the workers that have joined, and never waits for one that has not started. About every tenth of a second
+it returns to the interpreter, which handles signals. An exception raised by a signal handler, such as
+KeyboardInterrupt, cancels the items that have not started. Workers end before the interpreter does, which frees the
+code that they run.
 
-All of this is POSIX, for Linux and macOS; tinygrad loads the code as an ELF object on both. Only Linux tells on which
-core a thread runs and moves threads to other ones.
+All of this is POSIX, for Linux and macOS; tinygrad loads the code as an ELF object on both. Only Linux reports the core
+that a thread runs on and lets it be moved.
+
+A kernel's arrays, up to `CPU_STACK` bytes, are on the stack of each thread that runs it. Workers have `WORKER_STACK`.
+The caller's thread has what the system, or whoever started it, gave it; if that is too little, the call raises an
+error.
 """
 
 import atexit
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import secrets
 import threading
@@ -27,15 +33,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from tinygrad import Device, UOp
+from tinygrad import UOp
 from tinygrad.device import TinyELF
+from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+from tinygrad.uop.ops import Ops
 
-from uopattn.dsl.target import CPU_ARGUMENTS
+from uopattn.dsl.target import CPU_ARGUMENTS, CPU_STACK
 from uopattn.runtime.cpu import kernel_renderer
+from uopattn.runtime.device import opened
 from uopattn.runtime.machine import thread_count, usable_cores
 from uopattn.runtime.program_cache import finished
 
@@ -43,6 +52,11 @@ from uopattn.runtime.program_cache import finished
 LEAST_OPERATIONS, LEAST_BYTES = 2_000_000, 1 << 17
 
 MOST_ARGUMENTS = CPU_ARGUMENTS + 2  # of every call: under both calling conventions a kernel ignores the surplus
+
+# Bytes of a worker's stack, as many as a thread usually gets on Linux. If `ulimit -s` is unlimited, it gets 2 MiB from
+# glibc, and always 128 KiB from musl.
+WORKER_STACK = 2 * CPU_STACK
+OTHER_STACK = 128 << 10  # bytes of a caller's stack that the interpreter may have in use, and spilled registers take
 
 _DEFINES = f"""#define MOST_ARGUMENTS {MOST_ARGUMENTS}
 #define TYPES {", ".join(["word"] * MOST_ARGUMENTS)}
@@ -81,7 +95,7 @@ _NO_SEMAPHORE = (None, (1 << 64) - 1)  # SEM_FAILED of Linux, and of macOS
 @functools.cache
 def _program() -> CPUProgram:
   """Compile threads.c."""
-  device = cast(CPUDevice, Device["CPU"])
+  device = cast(CPUDevice, opened("CPU"))
   target = device.renderer.target
   code = ClangCompiler(target.arch.split(",")).compile_cached(_SOURCE)
   return CPUProgram(device, TinyELF(code, "uopattn_team", target, ()))
@@ -104,10 +118,14 @@ class Team:
     worker_args = (ctypes.byref(self._shared), None, _SERVE)
     self._threads: list[threading.Thread] = []
     atexit.register(self._stop)
-    for i in range(workers):
-      thread = threading.Thread(target=self._enter, args=worker_args, name=f"uopattn-{i}", daemon=True)
-      thread.start()
-      self._threads.append(thread)
+    before = threading.stack_size(WORKER_STACK)  # of threads that are started from here on
+    try:
+      for i in range(workers):
+        thread = threading.Thread(target=self._enter, args=worker_args, name=f"uopattn-{i}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+    finally:
+      threading.stack_size(before)
 
   def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
     """Call a C function once per work item, on at most `threads` threads, including the caller's.
@@ -180,6 +198,29 @@ def _semaphore(place: int) -> int:
   return cast(int, address)
 
 
+class _Stack(threading.local):
+  """The stack of the thread that asks.
+
+  Attributes:
+    size: its bytes; infinity if the system does not say.
+  """
+
+  def __init__(self) -> None:
+    self.size, thread, size = math.inf, ctypes.c_void_p(threading.get_ident()), ctypes.c_size_t()
+    if hasattr(_LIBC, "pthread_get_stacksize_np"):  # on macOS
+      _LIBC.pthread_get_stacksize_np.restype = ctypes.c_size_t
+      self.size = _LIBC.pthread_get_stacksize_np(thread)
+    elif hasattr(_LIBC, "pthread_getattr_np"):
+      attributes = ctypes.byref((ctypes.c_uint64 * 16)())  # of an opaque type, nowhere more than 64 bytes
+      if _LIBC.pthread_getattr_np(thread, attributes) == 0:
+        _LIBC.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+        _LIBC.pthread_attr_destroy(attributes)
+        self.size = size.value
+
+
+_stack = _Stack()
+
+
 def _core() -> int:
   """Return the core that this thread runs on; -1 if the system does not say, or does not let threads be moved."""
   known = hasattr(_LIBC, "sched_getcpu") and hasattr(os, "sched_setaffinity")
@@ -201,17 +242,23 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def team(workers: int) -> Team:
-  """Return the process-wide team; the first call sets its number of workers."""
+def team() -> Team:
+  """Return the process-wide team: a worker for each usable core but the caller's, as of the first call."""
   global _team
   with _starting:
-    _team = _team or Team(workers)
+    _team = _team or Team(usable_cores() - 1)
   return _team
 
 
 def useful_threads(work: Estimates) -> int:
   """Return how many threads a kernel keeps busy for long enough to pay."""
   return max(1, cast(int, work.ops) // LEAST_OPERATIONS, cast(int, work.mem) // LEAST_BYTES)
+
+
+def stack_bytes(kernel: UOp) -> int:
+  """Return the bytes of a kernel's arrays."""
+  arrays = (u for u in kernel.toposort() if u.op is Ops.BUFFER and u.addrspace is AddrSpace.REG)
+  return sum(u.max_numel() * u.dtype.itemsize for u in arrays)
 
 
 class ThreadedProgram(CPUProgram):
@@ -221,12 +268,13 @@ class ThreadedProgram(CPUProgram):
 
   Attributes:
     most: the most threads to use.
+    stack: bytes of its arrays.
   """
 
-  def __init__(self, most: int, *args: Any):
+  def __init__(self, most: int, stack: int, *args: Any):
     super().__init__(*args)
-    self.most = most
-    team(usable_cores() - 1)  # created by the thread that compiles, for which tinygrad's database is open
+    self.most, self.stack = most, stack
+    team()  # created by the thread that compiles, for which tinygrad's database is open
 
   def __call__(
     self,
@@ -236,10 +284,15 @@ class ThreadedProgram(CPUProgram):
     wait: bool = False,
     **launch: Any,
   ) -> float | None:
+    if self.stack + OTHER_STACK > _stack.size:
+      raise RuntimeError(
+        f"{self.name} has {self.stack} bytes on the stack, too many for this thread's stack of {_stack.size}; "
+        f"call threading.stack_size({WORKER_STACK}) before you start the thread, or `ulimit -s` before the program"
+      )
     start = time.perf_counter()
     words = [buf.va_addr for buf in bufs] + [value or 0 for value in vals]
     slot = self.runtimevars.get("core_id", MOST_ARGUMENTS - 1)
-    team(usable_cores() - 1).run(self.addr, words, slot, global_size[0], min(thread_count(), self.most))
+    team().run(self.addr, words, slot, global_size[0], min(thread_count(), self.most))
     return time.perf_counter() - start if wait else None
 
 
@@ -252,6 +305,7 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     estimates: the work that tinygrad reports for the kernel.
   """
   made = finished(kernel, kernel_renderer(device), estimates)
-  runtime = ThreadedProgram(useful_threads(estimates), cast(CPUDevice, Device[device]), made.to_elf())
+  cpu = cast(CPUDevice, opened(device))
+  runtime = ThreadedProgram(useful_threads(estimates), stack_bytes(kernel), cpu, made.to_elf())
   runtime_cache.setdefault((made.key, device), runtime)
   return made

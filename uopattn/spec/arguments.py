@@ -19,6 +19,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes as shape_of
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.ranges import Range, Window, merged
+from uopattn.dsl.rules.softmax import FLOAT32_MAX
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.layout import folded
 from uopattn.spec.tensors import (
@@ -133,14 +134,15 @@ def check_tensor_of(name: str, x: object, shape: tuple[int, ...], accepted: tupl
 
 
 def number(name: str, value: object) -> float:
+  """Return a number as a float. Raises TypeError if it is none, ValueError if it is not finite in float32."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     raise TypeError(f"{name} is {described(value)}; it must be a number")
   try:
     as_float = float(value)
   except OverflowError:  # of an int
     as_float = math.inf
-  if not math.isfinite(as_float):
-    raise ValueError(f"{name} is {as_float}; it must be finite")
+  if not abs(as_float) <= FLOAT32_MAX:  # NaN is neither
+    raise ValueError(f"{name} is {as_float}; it must be finite in float32")
   return as_float
 
 
@@ -159,9 +161,9 @@ def check_number(name: str, value: object, sizes: Sizes) -> None:
 
 
 def check_softcap(name: str, value: object, sizes: Sizes | None = None) -> None:
-  """Raise TypeError or ValueError unless the value is a finite number greater than 0."""
-  if number(name, value) <= 0:
-    raise ValueError(f"{name} is {value}; it must be greater than 0")
+  """Raise TypeError or ValueError unless the value is a number that float32 holds well, as its reciprocal is held."""
+  if not 2.0**-126 <= number(name, value) <= 2.0**126:
+    raise ValueError(f"{name} is {value}; it must be greater than 0, from 2**-126 to 2**126")
 
 
 def check_dropout(name: str, p: object, sizes: Sizes | None = None) -> None:
@@ -185,7 +187,7 @@ def check_scales(name: str, scales: tuple[object, ...], sizes: Sizes) -> None:
 
 def as_scale(x: Any) -> Any:
   """Return a scale per head as a Tensor of two axes, so that one kernel serves all values; leave the rest as it is."""
-  if type(x) in (int, float) and 0 <= x < math.inf:
+  if type(x) in (int, float) and 0 <= x <= FLOAT32_MAX:
     return Tensor.full((1, 1), float(x), dtype=dtypes.float32)
   return x.reshape((1,) * (2 - x.ndim) + shape_of(x)) if isinstance(x, Tensor) and x.ndim < 2 else x
 
@@ -197,7 +199,7 @@ def of_heads(x: Tensor) -> list[Tensor]:
 
 def check_scale(name: str, x: object, sizes: Sizes) -> None:
   shape = sizes.B, sizes.Hkv
-  accepted = f"a number, finite and at least 0, or a float Tensor that broadcasts to (B, Hkv) = {shape}"
+  accepted = f"a number, finite in float32 and at least 0, or a float Tensor that broadcasts to (B, Hkv) = {shape}"
   if not isinstance(x, Tensor):
     raise (ValueError if type(x) in (int, float) else TypeError)(f"{name} is {described(x)}; it must be {accepted}")
   x = check_tensor(name, x)

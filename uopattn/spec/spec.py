@@ -15,7 +15,7 @@ from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Positions
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
-from uopattn.spec.arguments import Arguments, Sizes, known
+from uopattn.spec.arguments import Arguments, Sizes, known, number
 from uopattn.spec.layout import Layout, heads_last, starts_as, strided, with_heads_last
 from uopattn.spec.tensors import OPERANDS, check_device, dtype_name
 from uopattn.spec.trace import Mod, trace_mod
@@ -166,6 +166,8 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     N = sizes(arguments.indices[0])[2]
   arguments.check(Sizes(B, Hq, Hkv, M, N, kept), q.device)
   scale = Dk**-0.5 if arguments.scale is None else float(arguments.scale)
+  if arguments.softcap is not None:
+    number("scale / softcap", scale / arguments.softcap)
   lengths, aux = (B, Hq, M, N), arguments.aux
   score_mod, mask_mod = (
     None if mod is None else trace_mod(name, mod, lengths, aux)

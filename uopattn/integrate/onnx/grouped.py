@@ -9,6 +9,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn.api.attention import attend
 from uopattn.dsl import sizes
+from uopattn.dsl.rules.softmax import FLOAT32_MAX
 from uopattn.integrate.onnx.cache import OPERATOR, Stored, in_window, storage
 from uopattn.integrate.onnx.shared import (
   Operator,
@@ -227,7 +228,7 @@ def _normalised(name: str, x: Tensor, weight: Tensor | None, a: Attributes) -> T
     raise ValueError(f"{OPERATOR}: {name}_norm_weight has shape {weight.shape}; it must be {shape}")
   own: float | None = getattr(a, f"{name}_norm_epsilon")
   epsilon = a.qk_norm_epsilon if own is None else own
-  if not 0 < epsilon < math.inf:
+  if not 0 < epsilon <= FLOAT32_MAX:
     of = "qk" if own is None else name
     raise ValueError(f"{OPERATOR}: {of}_norm_epsilon is {epsilon}; it must be finite and greater than 0")
   wide = x.float()

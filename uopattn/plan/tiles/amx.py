@@ -7,10 +7,10 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl.cpu.amx_operands import BLOCK, PARTS
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.schedule import Problem
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import CPU_STACK, Target
 from uopattn.kernels.amx_backward import Tiles as Backward
 from uopattn.kernels.amx_forward import Tiles as Forward
-from uopattn.plan.tiles.cpu import STACK_LIMIT, blocks_per_call, fit_stack, items_per_thread, splits_of
+from uopattn.plan.tiles.cpu import blocks_per_call, fit_stack, items_per_thread, splits_of
 
 SECOND_CACHE = 3 << 19  # bytes for Q^T and O^T of a block; Xeons with AMX have 2 MB per core
 SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
@@ -52,7 +52,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   shapes += [(rows, keys) for rows in (128, 256) for keys in (64, 128)]
   for rows, keys in shapes:
     block_m = round_up(even(p.M, rows), BLOCK)
-    if keys <= max(p.N, BLOCK) and needed(block_m, keys) <= STACK_LIMIT:
+    if keys <= max(p.N, BLOCK) and needed(block_m, keys) <= CPU_STACK:
       yield make(block_m, keys)
 
 
@@ -81,7 +81,7 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
   sizes = [(rows, block_n) for rows in (128, 256, 512)] + [(block_m, keys) for keys in (32, 64, 96, 128)]
   for rows, keys in sizes:
     block_m = round_up(even(p.M, rows), BLOCK)
-    if needed(block_m, keys) <= STACK_LIMIT:
+    if needed(block_m, keys) <= CPU_STACK:
       yield make(block_m, min(keys, round_up(p.N, BLOCK)))
 
 

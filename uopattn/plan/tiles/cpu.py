@@ -10,13 +10,12 @@ from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.rules.bias import BiasWork, Places
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.schedule import Problem
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import CPU_STACK, Target
 from uopattn.kernels.cpu_backward import Tiles as Backward
 from uopattn.kernels.cpu_bias_backward import Tiles as BiasBackward
 from uopattn.kernels.cpu_decode import Tiles as Decode
 from uopattn.kernels.cpu_forward import Tiles as Forward
 
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
 FEW_SPLITS = 4  # splits whose sums are added up quickly
 WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.02 to 0.03 ms, while a call costs a microsecond
 NEAREST = 36 << 10  # most bytes of K and V per tile: the first-level cache has one in use while the other comes in
@@ -50,7 +49,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   shapes += [(rows(vectors), block_n, unroll) for vectors, unroll in registers]
   for block_m, keys, unroll in shapes:
     block_n = min(p.N, max(unroll, keys - keys % unroll))
-    if needed(block_m, block_n) <= STACK_LIMIT:
+    if needed(block_m, block_n) <= CPU_STACK:
       yield make(block_m, block_n, unroll)
 
 
@@ -83,7 +82,7 @@ def decode(problem: Problem, target: Target) -> Iterator[Decode]:
   if four and target.vector.registers < 32:
     unroll_n, unroll_d = 2, 2 if unroll_m > 2 else unroll_d
   tiles = Decode(block_m, min(N, block_n), unroll_m, unroll_n, unroll_d, lanes)
-  if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
+  if tiles.stack_bytes(Dk, Dv) > CPU_STACK:
     tiles = Decode(1, min(N, 16), 1, 4, 4, lanes)
   check_stack(tiles.stack_bytes(Dk, Dv), p)
   pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
@@ -95,7 +94,7 @@ def decode(problem: Problem, target: Target) -> Iterator[Decode]:
   others += [replace(best, unroll_n=n) for n in (2, 4, 6, 8)] + [replace(best, unroll_d=2)]
   others += [replace(best, again=not best.again)] + [replace(best, pairs=False)] * best.pairs
   for x in others:
-    if x.stack_bytes(Dk, Dv) <= STACK_LIMIT and (not x.pairs or x.fits_pairs(N, Dk, Dv)):
+    if x.stack_bytes(Dk, Dv) <= CPU_STACK and (not x.pairs or x.fits_pairs(N, Dk, Dv)):
       yield with_calls(x)
 
 
@@ -131,7 +130,7 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
   sizes += [(block_m, block_n, *x) for x in registers]
   for rows, keys, vectors, unroll in sizes:
     block_m, block_n = lanes * min(ceildiv(p.M, lanes), max(1, rows // lanes)), min(p.N, max(1, keys))
-    if needed(block_m, block_n) <= STACK_LIMIT:
+    if needed(block_m, block_n) <= CPU_STACK:
       yield make(block_m, block_n, vectors, unroll)
 
 
@@ -167,9 +166,9 @@ def largest_divisor(x: int, most: int) -> int:
 
 def check_stack(needed: int, problem: Problem) -> None:
   """Raise ValueError if a tile's bytes exceed the stack."""
-  if needed > STACK_LIMIT:
+  if needed > CPU_STACK:
     size = max(problem.Dk, problem.Dv)
-    raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
+    raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {CPU_STACK}")
 
 
 def fit_stack(
@@ -183,7 +182,7 @@ def fit_stack(
   Raises:
     ValueError: the head size is too large for the stack even with the smallest tile.
   """
-  while needed(block_m, block_n) > STACK_LIMIT and (block_m, block_n) != (least_m, least_n):
+  while needed(block_m, block_n) > CPU_STACK and (block_m, block_n) != (least_m, least_n):
     block_m, block_n = (round_up(ceildiv(x, 2), unit) for x, unit in ((block_m, least_m), (block_n, least_n)))
   check_stack(needed(block_m, block_n), problem)
   return block_m, block_n
