@@ -27,6 +27,7 @@ SMALL = Config(h=2, n=40, d=8, dtype="float")
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
   for name in ("PAUSE", "SPIN", "WARM", "TURN"):
     monkeypatch.setattr(timing, name, 0)
+  monkeypatch.setattr(limits, "SPIN", 0)
   monkeypatch.setattr(limits, "PRODUCT", 16)
   monkeypatch.setattr(limits, "READ", 1 << 18)
 

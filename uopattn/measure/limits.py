@@ -14,7 +14,7 @@ from uopattn.dsl import Scope, make_kernel, sizes
 from uopattn.dsl.cpu.register_blocks import accumulate, zeros
 from uopattn.dsl.schedule import FEW
 from uopattn.measure.contenders import import_torch, torchs_context, torchs_runner
-from uopattn.measure.timing import Runner, captured, on_cpu
+from uopattn.measure.timing import SPIN, Runner, captured, on_cpu
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import thread_count
 from uopattn.runtime.threads import threaded
@@ -58,7 +58,7 @@ def limit(s: AttentionSpec) -> Limit | None:
   try:
     torch = import_torch()
   except ImportError:
-    return _product("numpy", lambda x: x) if on_cpu() else None
+    return _product("numpy", lambda x: x, SPIN) if on_cpu() else None
   if on_cpu():
     torch.set_num_threads(thread_count())
     return _product("torch", torch.from_numpy)
@@ -70,11 +70,11 @@ def limit(s: AttentionSpec) -> Limit | None:
     return Limit("torch", torchs_runner(lambda: a @ b, list), 2 * GPU_PRODUCT**3)
 
 
-def _product(name: str, matrix: Callable[[Array], Any]) -> Limit:
+def _product(name: str, matrix: Callable[[Array], Any], spins: float = 0.0) -> Limit:
   """Return a library's product on a CPU; `matrix` makes one of the library's from numpy's."""
   rng = np.random.default_rng(0)
   a, b = (matrix(rng.standard_normal((PRODUCT, PRODUCT), dtype=np.float32)) for _ in range(2))
-  return Limit(name, Runner(lambda: a @ b, list), 2 * PRODUCT**3)
+  return Limit(name, Runner(lambda: a @ b, list, spins=spins), 2 * PRODUCT**3)
 
 
 def product_size() -> int:

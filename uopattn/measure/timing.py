@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ LONG = 0.02  # target seconds of one call on a GPU that does FAST floating-point
 FAST = 4e14
 
 Results = TypeVar("Results")
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class Runner:
     result: computes it once more, into cleared outputs; returns them, such as the output and the LSE.
     times: computations per call.
     wait: returns when all calls so far are done.
+    spins: seconds for which its threads still spin after a turn, so that the next contender has to wait.
   """
 
   call: Callable[[], object]
   result: Callable[[], list[Array]]
   times: int = 1
   wait: Callable[[], object] = lambda: None
+  spins: float = 0.0
 
 
 def on_cpu() -> bool:
@@ -160,7 +163,7 @@ class Turns:
 SUSTAINED, BURSTS = Turns(settles=True), Turns(pauses=True)
 
 
-def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = None) -> dict[str, Timing]:
+def alternate(runners: Mapping[Name, Runner], rounds: int, how: Turns | None = None) -> dict[Name, Timing]:
   """Time runners in turns: A B C, A B C, ...
 
   Args:
@@ -172,7 +175,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
   warm = _settling_time(runners.values()) if how.settles else how.warm
   order, shuffle = list(runners), random.Random(0)
   timings = {name: Timing([]) for name in runners}
-  calls: dict[str, int] = {}  # timed calls in a turn of each contender, as its first turn shows
+  calls: dict[Name, int] = {}  # timed calls in a turn of each contender, as its first turn shows
   for _ in range(rounds):
     for name in shuffle.sample(order, len(order)) if how.shuffled else order:
       runner = runners[name]
@@ -186,8 +189,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
       end = time.perf_counter()
       timings[name].seconds.append((end - start) / (count * runner.times))
       timings[name].turns.append((start, end))
-      if name == "limit numpy":
-        time.sleep(SPIN)
+      time.sleep(runner.spins)
   return timings
 
 

@@ -20,6 +20,7 @@ from uopattn.plan.target import is_emulated, target_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.gpu import driver
 from uopattn.runtime.store import Entry, Store
+from uopattn.runtime.versions import product, versions
 from uopattn.trust.cards import is_recorded
 
 if TYPE_CHECKING:  # modules that measure are imported when they are needed, as few processes need them
@@ -102,8 +103,6 @@ def _key(probe: "Probe", device: str) -> Entry:
 
 @functools.cache
 def _machine(device: str, dev: str) -> Entry:
-  from uopattn.tuning.case import product, versions
-
   with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
     return {"product": product(device, target_of(device)), "driver": driver(device), "versions": versions(device)}
 

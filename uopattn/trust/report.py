@@ -19,10 +19,10 @@ from tinygrad import Device
 from uopattn.plan.target import shortened, target_of
 from uopattn.runtime.gpu import driver, gpu_name
 from uopattn.runtime.machine import cpu_name, machine_record
+from uopattn.runtime.versions import versions
 from uopattn.trust.cards import family
 from uopattn.trust.outcome import REFUTED, RIGHT, UNSERVED, Outcome
 from uopattn.trust.probe import Probe
-from uopattn.tuning.case import versions
 
 FORMAT = 1
 SHORTEST = 3  # characters of a name that is removed as private
