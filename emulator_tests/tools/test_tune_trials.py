@@ -20,6 +20,7 @@ from tuned import (
 
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.dsl.target import Target, VectorUnit
+from uopattn.measure.timing import repeats
 from uopattn.plan import dispatch
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
@@ -85,6 +86,12 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
       assert trial.check(runner.result()) != []
       scale.assign(Tensor(right, device="EMU")).realize()
     assert trial.check(runner.result()) == []
+
+
+def test_where_no_query_sees_a_key_a_call_computes_as_often_as_it_may() -> None:
+  spec = spec_of((1, 2, 2, 1, 64, 16, 16), window=(10, None), q_start=2000)
+  assert (spec.flops, unmeasured(spec)) == (0, "")
+  assert repeats(spec, 40, "CUDA") == 40
 
 
 @pytest.mark.kinds(case=(with_tensors,))

@@ -12,7 +12,7 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.rules.bias import Bias, BiasWork
 from uopattn.dsl.schedule import DTYPES_8, FEW, HEAD_SCALES, Schedule
-from uopattn.measure.problem import normal, tensor
+from uopattn.measure.problem import normal, outputs_of, tensor
 from uopattn.measure.timing import poison
 from uopattn.plan.bias import ROWS, summed, with_bias
 from uopattn.plan.dispatch import NoKernel, all_schedules_on, launches_of, stages
@@ -314,8 +314,8 @@ class Prepared:
 
   def _poisoned(self, launches: Sequence[Launch]) -> dict[str, list[Tensor]]:
     """Return buffers for the results of kernels, full of NaN, so that elements which a kernel does not write show."""
-    written = {y.name: y for x in launches for y in x.buffers() if y.name in x.kernel.outputs}
-    buffers = {name: Tensor.empty(*y.shape, dtype=y.dtype, device=self.device) for name, y in written.items()}
+    written = outputs_of(launches).items()
+    buffers = {name: Tensor.empty(*y.shape, dtype=y.dtype, device=self.device) for name, y in written}
     poison(buffers.values())
     return {name: [x] for name, x in buffers.items()}
 
