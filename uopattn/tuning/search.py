@@ -122,7 +122,7 @@ def text_of(launches: Launches) -> str:
 def refusal(device: str) -> str:
   """Return why nothing is measured on a device; "" if it is."""
   if is_emulated(device):
-    return f"{device} is emulated, and an emulator's times say nothing of a device: nothing is tuned"
+    return f"{device} is emulated, and an emulator's times say nothing about a real device, so nothing is tuned"
   return ""
 
 
@@ -145,7 +145,7 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
     log_once(f"uopattn.tune: {against}")
     return model
   if against := unmeasured(spec):
-    log_once(f"uopattn.tune: the model's tiles are used with {against}")
+    log_once(f"uopattn.tune: the model's tiles are used: {against}")
     return model
   if (launches := known(case)) is None:
     if capturing or in_function():
@@ -228,9 +228,9 @@ def search(case: Case) -> Result:
 
 
 def timed(runners: dict[int, Runner], how: Measure) -> tuple[dict[int, float], float]:
-  """Return the seconds of each runner, from few turns, or from many for those close to the fastest.
+  """Return the seconds of each runner, from few turns, or from many for those close to the fastest, and a spread.
 
-  Also return the spread of the model's times. Runners go by the numbers of their candidates; `MODEL` is the model's.
+  The spread is that of the model's times. Runners go by the numbers of their candidates; `MODEL` is the model's.
 
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.

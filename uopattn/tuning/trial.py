@@ -39,11 +39,11 @@ Part = tuple[slice, slice, slice]
 
 
 def unmeasured(spec: AttentionSpec) -> str:
-  """Return why an attention cannot be measured from its spec alone; "" if it can."""
+  """Return why an attention cannot be measured from its spec alone, as a clause; "" if it can."""
   if lacking := [name for name in spec.features if name not in MADE]:
-    return f"{', '.join(lacking)}: what its Tensors hold decides the time"
+    return f"with {', '.join(lacking)} the time depends on what Tensors hold"
   if spec.dropout_p or not all(x.options() for x in spec.masks):
-    return "its masks or dropout"
+    return "no inputs are made for its masks or dropout"
   if any(x.expr.startswith("_") for x in spec.variables):
     return "its position depends on the device"
   return "its lengths are made of several Variables" if _bound(spec) is None else ""
