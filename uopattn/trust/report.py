@@ -184,7 +184,7 @@ class CheckReport:
       names = ", ".join(dict.fromkeys(x.name for x in wrong))
       return f"NOT TO BE TRUSTED{done}: wrong probes: {count}, of {names}. Please send us the report (--json FILE)."
     if not served:
-      return f"UNDECIDED{done}: no kernel serves any of the probes."
+      return f"UNDECIDED{done}: {'no kernel serves any of the probes' if self.finished else 'there are no results'}."
     if undecided:
       return f"UNDECIDED{done}: not all probes of {', '.join(dict.fromkeys(undecided))} could run."
     count = sum(len(x.probes) for x in served)
