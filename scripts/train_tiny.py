@@ -257,7 +257,7 @@ def argument_parser() -> argparse.ArgumentParser:
     "--bias",
     choices=BIASES,
     default=NO_BIAS,
-    help="a learned bias by distance in the place of positions: T5's buckets, or slopes (default: %(default)s)",
+    help="a learned bias by distance in place of positions: T5's buckets, or slopes (default: %(default)s)",
   )
   parser.add_argument(
     "--devices", type=int, default=1, metavar="N", help="of uopattn's training (default: %(default)s)"
