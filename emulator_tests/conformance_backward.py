@@ -487,7 +487,7 @@ class Case:
 
     Args:
       tiles: block sizes; None is those of choice.
-      changed: operands to be given in the place of the case's.
+      changed: operands to be given in place of the case's.
     """
     results = dict[str, Tensor]()
     for i in range(len(self.launches)):

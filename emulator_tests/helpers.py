@@ -58,7 +58,7 @@ def on_device(x: Any) -> Any:
 
 
 def on(arch: str) -> Context:
-  """The emulator in the place of a GPU; it runs what tinygrad has optimized sooner."""
+  """The emulator in place of a GPU; it runs what tinygrad has optimized sooner."""
   return Context(DEV=f"EMU::{arch}", NOOPT=0)
 
 

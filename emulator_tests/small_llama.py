@@ -1,7 +1,7 @@
 """A small model of random weights, as `scripts/smollm.py` has them."""
 
 import numpy as np
-from smollm import END, Config, SmolLM, tokenizer
+from smollm import END, Config, SmolLM, tokenizer, without_cache
 from tinygrad import Tensor
 from tokenizers import pre_tokenizers
 
@@ -34,5 +34,6 @@ def likeliest(model: SmolLM, prompt: list[int], found: list[int]) -> list[int]:
   """What the model without a cache has behind the prompt and each of the tokens found, all seen at once."""
   tokens = [*prompt, *found[:-1]]
   padded = tokens + [0] * (model.config.context_length - len(tokens))  # one length, so one set of kernels
-  scores = model.logits(Tensor([padded])).numpy()[0]
+  hidden = model.hidden(Tensor([padded]), without_cache(Tensor.scaled_dot_product_attention))
+  scores = model.scores(hidden).numpy()[0]
   return scores.argmax(-1).tolist()[len(prompt) - 1 : len(tokens)]

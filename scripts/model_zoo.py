@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, TinyJit, UOp, nn
+from tinygrad import Tensor, UOp, nn
 from tinygrad.nn.state import get_state_dict
 
 from uopattn import attention
@@ -286,14 +286,10 @@ class Model:
   Attributes:
     build: makes it, with weights that depend only on the seed.
     steps: what it computes.
-    generate: (model, prompt, number of tokens) to tokens and, if it tells them, the scores of the next one.
-    scores: (model, tokens) to the scores of the token after them, without single steps.
   """
 
   build: Callable[[], Any]
   steps: Callable[[Any], list[Step]]
-  generate: Callable[[Any, list[int], int], tuple[list[int], Tensor | None]] | None = None
-  scores: Callable[[Any, list[int]], Tensor] | None = None
 
 
 def normal(*shape: int) -> Tensor:
@@ -338,27 +334,7 @@ def decoder(build: Callable[[], Decoder], prompt: int, position: int, to: Tensor
       Step(f"a token at {position}", decode, (ids(1, 1, letters=letters), start.bind(position - 1), *context)),
     ]
 
-  def generate(model: Decoder, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
-    start = UOp.variable("start", 0, model.context - 1)
-    context = () if to is None else (to,)
-
-    @TinyJit
-    def step(ids: Tensor, start: UOp) -> tuple[Tensor, Tensor]:
-      scores = model(ids, start, *context)
-      return scores.argmax(-1, keepdim=True).cast("int").realize(scores), scores
-
-    scores = model(Tensor([prompt]), 0, *context)
-    token, tokens = scores.argmax(-1, keepdim=True).cast("int").realize(), list(prompt)
-    for i in range(count):
-      tokens.append(int(token.item()))
-      token, scores = step(token, start.bind(len(prompt) + i))
-    return tokens, scores
-
-  def scores(model: Decoder, tokens: list[int]) -> Tensor:
-    dtype = model.scores.weight.dtype
-    return model(Tensor([tokens]), 0, *(() if to is None else (to.cast(dtype),)))
-
-  return Model(lambda: randomized(build()), steps, generate, scores)
+  return Model(lambda: randomized(build()), steps)
 
 
 def tinygrad_llm(position: int, prompt: int, **config: Any) -> Model:
@@ -386,10 +362,7 @@ def tinygrad_llm(position: int, prompt: int, **config: Any) -> Model:
       Step(f"a token at {position}", call, (start.bind(position - 1), 1), captured=True),
     ]
 
-  def generate(model: Any, prompt: list[int], count: int) -> tuple[list[int], None]:
-    return [*prompt, *(token for token, _ in zip(model.generate(list(prompt)), range(count), strict=False))], None
-
-  return Model(build, steps, generate)
+  return Model(build, steps)
 
 
 def models(large: bool) -> dict[str, Model]:

@@ -1,13 +1,13 @@
 """Finds faults of kernels that the quick suite does not notice, and the cases of `--kinds` that do.
 
 A fault is one change of an expression or a statement in kernels/ or uopattn/dsl/: a sign, a bound, a number, a
-condition, an order of loads and stores. Faults are drawn by a seed. A first run of all cases, without a fault, takes
-their seconds and which of them reach the statement of each fault. Then each fault is tried in a copy of the tree: on
-the cases of the quick suite that reach it, shortest first until one fails, and if none does, on the others for
-`--seconds`. A case that does not end in `HANGS` seconds counts as one that fails. A fault that no case notices is a
-missing test, or changes nothing that matters.
+condition, an order of loads and stores. Faults are drawn by a seed. A first run of all cases, without a fault, records
+how long each takes and which faults' statements it reaches. Then each fault is tried in a copy of the tree: on the
+cases of the quick suite that reach it, shortest first until one fails, and if none does, on the others for `--seconds`.
+A case that does not end in `HANGS` seconds counts as one that fails. A fault that no case notices is a missing test, or
+changes nothing that matters.
 
-`--jobs` faults are tried at a time. The record is written after each, so that a run can be ended and taken up again.
+`--jobs` faults are tried at a time. The record is written after each, so that a run can be stopped and resumed.
 `--select` tries nothing: it adds to emulator_tests/quick.txt the cases, of less than `LONG` seconds, that noticed a
 fault which the quick suite did not, and takes out what the tests no longer have.
 """

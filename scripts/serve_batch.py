@@ -36,7 +36,7 @@ PROMPTS = (
 
 @dataclass(eq=False)
 class Request:
-  """A prompt and the tokens found behind it.
+  """A prompt and the tokens found after it.
 
   Attributes:
     limit: the most tokens to find.

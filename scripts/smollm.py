@@ -76,13 +76,6 @@ class SmolLM:
   weights: dict[str, Tensor]
   tokenizer: Tokenizer
 
-  def logits(self, tokens: Tensor, attention: Attention = Tensor.scaled_dot_product_attention) -> Tensor:
-    """Return the scores of every next token, (B, M, vocabulary) float32, for tokens (B, M) int.
-
-    Raises ValueError if M is 0 or exceeds the model's context.
-    """
-    return self.scores(self.hidden(tokens, without_cache(attention)))
-
   def hidden(self, tokens: Tensor, attend: Attend, start: int | UOp | Tensor = 0) -> Tensor:
     """Return the last layer's output (B, M, width) for tokens (B, M) int at the positions from `start` on.
 
@@ -96,7 +89,7 @@ class SmolLM:
     return x
 
   def scores(self, x: Tensor) -> Tensor:
-    """Return the scores of the next tokens, (B, M, vocabulary), for the output of `hidden`."""
+    """Return the scores of every next token, (B, M, vocabulary) float32, for the output of `hidden`."""
     return self._norm(x, "output_norm") @ self.weights["token_embd.weight"].T
 
   def qkv(self, tokens: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:

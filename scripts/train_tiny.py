@@ -222,7 +222,7 @@ def run(arguments: argparse.Namespace) -> bool:
   print(f"{'step':>4}  {KERNEL:>10}  {SDPA:>10}  difference", flush=True)
   over = devices(a.devices) if a.devices > 1 else ()
   if a.devices < 1 or a.batch % a.devices:
-    raise ValueError(f"--devices {a.devices} do not divide --batch {a.batch} evenly")
+    raise ValueError(f"--devices {a.devices} does not evenly divide --batch {a.batch}")
   for trainings in train(model, text, a.batch, a.steps, a.seed, ATTENTIONS, over):
     ours, theirs = (trainings[name].losses for name in (KERNEL, SDPA))
     print(f"{len(ours):4}  {ours[-1]:10.6f}  {theirs[-1]:10.6f}  {abs(ours[-1] - theirs[-1]):10.1e}", flush=True)
@@ -257,7 +257,7 @@ def argument_parser() -> argparse.ArgumentParser:
     "--bias",
     choices=BIASES,
     default=NO_BIAS,
-    help="a learned bias by distance in the place of positions: T5's buckets, or slopes (default: %(default)s)",
+    help="a learned bias by distance in place of positions: T5's buckets, or slopes (default: %(default)s)",
   )
   parser.add_argument(
     "--devices", type=int, default=1, metavar="N", help="of uopattn's training (default: %(default)s)"

@@ -9,14 +9,14 @@ from pathlib import Path
 from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.measure.program import Usage, exit_status
 from uopattn.trust.cards import RECORD, Card, cards
-from uopattn.trust.report import Report
+from uopattn.trust.report import CheckReport
 
 README = Path(__file__).parents[1] / "README.md"
 ROW = "| right on these cards |"  # how the README's row begins
 COLUMNS = (("CPU",), ("AMD",), ("METAL", *WITHOUT_MATRIX_UNITS), ("CUDA", "NV"))  # devices of its columns
 
 
-def card_of(report: Report) -> Card:
+def card_of(report: CheckReport) -> Card:
   """Return the entry for the card of a report.
 
   Raises:
@@ -42,7 +42,7 @@ def card_of(report: Report) -> Card:
 
 
 def with_cards(old: Iterable[Card], new: Iterable[Card]) -> list[Card]:
-  """Return the record with new entries in the place of older ones of the same card, in order.
+  """Return the record with new entries in place of older ones of the same card, in order.
 
   A report may be of some kernels: the others stay on the record if they are of the same versions. Who changes a kernel
   takes it off the record.
@@ -85,9 +85,10 @@ def main(words: list[str] | None = None) -> int:
   args = parser.parse_args(words)
 
   def job() -> int:
-    record = with_cards(cards(), [card_of(Report.read(x)) for x in args.reports])
+    record = with_cards(cards(), [card_of(CheckReport.read(x)) for x in args.reports])
+    readme = with_row(README.read_text(), record)  # before anything is written: it may lack the row
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    README.write_text(with_row(README.read_text(), record))
+    README.write_text(readme)
     print(f"{len(record)} cards")
     return 0
 

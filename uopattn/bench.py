@@ -38,7 +38,7 @@ from uopattn.measure.program import (
   take_device,
 )
 from uopattn.measure.sample import Sample
-from uopattn.measure.timing import BURSTS, Runner, alternate, on_cpu, ratios, share
+from uopattn.measure.timing import BURSTS, GRADIENT_COST, Runner, alternate, on_cpu, ratios, share
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report
 from uopattn.runtime.clang import clang_version
@@ -145,7 +145,7 @@ def bench_row(
   s = problem.spec
   alone = problem if config.gpus == 1 else prepare(replace(config, gpus=1))
   runners = _set_up(problem, alone, contenders)
-  sample, flops = Sample.of(s, backward), s.flops * 5 // 2 if backward else s.flops  # five products, forward two
+  sample, flops = Sample.of(s, backward), int(s.flops * GRADIENT_COST) if backward else s.flops
   of_one = runners[ONE_DEVICE].result if ONE_DEVICE in runners else None
   check = sample.check_gradients(alone, of_one) if backward else sample.check(alone)
   reports = {name: check(runner.result()) for name, runner in runners.items()}

@@ -1,6 +1,7 @@
 """`python -m uopattn.check`: checks and times every kernel that serves this machine, and writes a report to send.
 
-Exit status: 0 if all is right, 1 if a kernel is wrong, 2 if it could not be found out, 130 if it was interrupted.
+Exit status: 0 if all is right, 1 if a kernel is wrong, 2 if it could not be found out, as where no kernel serves any
+probe, 130 if it was interrupted.
 """
 
 import argparse
@@ -11,13 +12,13 @@ from tinygrad import Device
 from tinygrad.helpers import tqdm
 
 from uopattn.dsl.schedule import Schedule
-from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
+from uopattn.measure.program import Usage, check_writable, default_target, exit_status, is_stream, take_device
 from uopattn.plan.dispatch import NoKernel, all_schedules_on
 from uopattn.plan.target import is_emulated
 from uopattn.runtime.machine import usable_cores
 from uopattn.trust.cover import probes_of
 from uopattn.trust.outcome import ProbeProcess, outcomes
-from uopattn.trust.report import Kernel, Report, compared
+from uopattn.trust.report import CheckReport, KernelRecord, compared
 
 MOST_JOBS = 8  # processes at once: each needs some memory of the device
 EPILOG = """\
@@ -26,10 +27,11 @@ and their results are compared with a float64 reference. It takes some minutes. 
 inputs of one size, beside tinygrad's own attention and tinygrad's product of two matrices.
 
 The report has the names and versions of the card, its driver, the compiler and the system, and what came of each
-attention; neither the names of the user or the host nor paths are in it. Please send it to the project."""
+attention. In messages of errors, the names of the user and the host are replaced, and so are the folders of the user,
+of this program, of Python, and for temporary files; other paths stay. Please send it to the project."""
 
 
-def run(kernels: list[str], jobs: int, quick: bool, timed: bool, file: str | None, other: Report | None) -> int:
+def run(kernels: list[str], jobs: int, quick: bool, timed: bool, file: str | None, other: CheckReport | None) -> int:
   """Check all kernels, print the report and write it; return the exit status.
 
   Args:
@@ -47,14 +49,14 @@ def run(kernels: list[str], jobs: int, quick: bool, timed: bool, file: str | Non
   names = list(dict.fromkeys(x.name for x, _ in passes))
   if unknown := set(kernels) - set(names):
     raise Usage(f"--kernel {min(unknown)} is not for {target}; accepted are {', '.join(names)}")
-  report = Report.new(device, quick)
+  report = CheckReport.new(device, quick)
   print(report.title, flush=True)
   try:
     for schedule, backward in passes:
       if not kernels or schedule.name in kernels:
-        report.kernels.append(Kernel(schedule.name, backward))
+        report.kernels.append(KernelRecord(schedule.name, backward))
         _check(report.kernels[-1], schedule, device, jobs, quick, timed and not is_emulated(device))
-        if file:
+        if file and not is_stream(file):
           report.write(file)
     report.finished = True
   finally:  # interrupted, it keeps what it has
@@ -64,10 +66,10 @@ def run(kernels: list[str], jobs: int, quick: bool, timed: bool, file: str | Non
     print(report.verdict(), flush=True)
     if file:
       report.write(file)
-      print(f"wrote {file}, with what is known of this machine and no private data")
+      print(f"wrote {file}; --help says what it tells of this machine")
   if other is not None:
     print(compared(report, other))
-  return 1 if report.failures() else 0 if all(x.is_right for x in report.kernels if x.probes) else 2
+  return 1 if report.failures() else 0 if report.is_right else 2
 
 
 def _schedules(backward: bool) -> tuple[Schedule, ...]:
@@ -77,7 +79,7 @@ def _schedules(backward: bool) -> tuple[Schedule, ...]:
     raise Usage(str(error)) from error
 
 
-def _check(kernel: Kernel, schedule: Schedule, device: str, jobs: int, quick: bool, timed: bool) -> None:
+def _check(kernel: KernelRecord, schedule: Schedule, device: str, jobs: int, quick: bool, timed: bool) -> None:
   """Check a kernel, and time it."""
   probes, label = probes_of(schedule, kernel.backward, quick), f"{kernel.name}{' gradients' * kernel.backward}"
   for probe, outcome in tqdm(outcomes(probes, device, jobs), desc=label, total=len(probes), disable=None):
@@ -95,7 +97,7 @@ def main() -> int:
     epilog=EPILOG,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("--json", metavar="FILE", help="write the report, after each kernel and at the end")
+  parser.add_argument("--json", metavar="FILE", help="write the report, into a file after each kernel too")
   parser.add_argument("--quick", action="store_true", help="one attention for each dtype and kind of shape")
   parser.add_argument(
     "--kernel", metavar="NAME", action="append", default=[], help="check this kernel; may be repeated"
@@ -135,9 +137,9 @@ def _count(text: str) -> int:
   return int(text)
 
 
-def _read(file: str | Path) -> Report:
+def _read(file: str | Path) -> CheckReport:
   try:
-    return Report.read(file)
+    return CheckReport.read(file)
   except OSError as error:
     raise Usage(f"--compare {file}: {error.strerror}") from error
 

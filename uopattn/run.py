@@ -15,9 +15,9 @@ from typing import Any
 
 from tinygrad import Device, Tensor
 
-from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.target import Target
 from uopattn.emulator import profile
+from uopattn.measure.bench_report import speed_text
 from uopattn.measure.problem import Config, Problem, described, misspelt, parse, prepare
 from uopattn.measure.program import check_writable, default_target, exit_status, take_device
 from uopattn.measure.timing import captured, poison, wait
@@ -65,14 +65,12 @@ def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
     o, lse = call()
     wait(problem.devices)
     seconds.append(time.perf_counter() - start)
-    print(f"run {number}/{count}  {seconds[-1] * 1e3:10.3f} ms  {speed(problem.spec, seconds[-1])}")
+    print(f"run {number}/{count}  {seconds[-1] * 1e3:10.3f} ms  {_speed(problem.spec, seconds[-1])}")
   return o, lse, seconds
 
 
-def speed(spec: AttentionSpec, seconds: float) -> str:
-  """Return the speed as text: in GFLOP/s, or in TFLOP/s from 1000 GFLOP/s on."""
-  gflops = spec.flops / seconds / 1e9
-  return f"{gflops:.1f} GFLOP/s" if gflops < 1000 else f"{gflops / 1e3:.1f} TFLOP/s"
+def _speed(spec: AttentionSpec, seconds: float) -> str:
+  return speed_text(spec.flops / seconds / 1e9)
 
 
 def report(reports: Sequence[Report]) -> bool:
@@ -107,12 +105,11 @@ def run(config: Config) -> int:
     o, lse, seconds = measure(problem, config.cnt)
   if counts.kernels:  # on the emulator, over all runs
     print(counts)
-  print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
+  print(f"best     {min(seconds) * 1e3:10.3f} ms  {_speed(s, min(seconds))}")
   reports: list[Report] = []
   if config.verify:
-    schedule = problem.launch.schedule
-    products = {"tf32": s.tf32 and schedule.tf32, "cut": schedule.cuts and s.dtype in DTYPES_8}
-    reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, progress=True, **products)
+    options = {"is_causal": s.is_causal, "progress": True, **problem.products}
+    reports = verify(problem.q, problem.k, problem.v, o, lse, **options)
   correct = report(reports) if reports else True
   if config.json:
     Path(config.json).write_text(json.dumps(record(config, target, problem, seconds, reports), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The emulator's device with AMD's machine code in the place of UOps: renderer, compiler and program."""
+"""The emulator's device with AMD's machine code in place of UOps: renderer, compiler and program."""
 
 import functools
 import re

@@ -26,7 +26,7 @@ def scalar(i: Instruction) -> Step:
   wide |= {"D0"} if bits == 64 else set()
   wide |= {"EXEC"} if target.lanes == 64 else set()
   operation = Operation(i.name, target.family, frozenset(wide), len(sources))
-  compares = i.name.startswith("S_CMPK")  # the register in the place of the destination is an operand
+  compares = i.name.startswith("S_CMPK")  # the register in place of the destination is an operand
   number = register(inst, "sdst") if "sdst" in fields else 0
   of_exec = fetcher(EXEC, target.lanes, target, None)
   given: dict[str, Fetch] = {f"S{n}": x.fetch for n, x in enumerate(sources)}

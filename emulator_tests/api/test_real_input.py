@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from smollm import Attention, SmolLM, fetch, load
+from smollm import Attention, SmolLM, fetch, load, without_cache
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.state import safe_load
 
@@ -62,7 +62,7 @@ def expected(model, tokens, received) -> np.ndarray:
 
 def logits(model: SmolLM, tokens: Tensor, attention: Attention) -> np.ndarray:
   """(M, vocabulary) float64"""
-  return model.logits(tokens, attention).numpy()[0].astype(np.float64)
+  return model.scores(model.hidden(tokens, without_cache(attention))).numpy()[0].astype(np.float64)
 
 
 def padded(ids: list[int]) -> Tensor:
@@ -152,7 +152,7 @@ def test_qkv_are_what_attention_receives(model, tokens, received):
 
 def test_too_many_tokens(model):
   with pytest.raises(ValueError, match="8193 tokens"):
-    model.logits(Tensor.zeros(1, 8193, dtype=dtypes.int))
+    model.hidden(Tensor.zeros(1, 8193, dtype=dtypes.int), without_cache(sdpa))
 
 
 def test_fetch_without_an_index(tmp_path, monkeypatch):

@@ -6,14 +6,14 @@ attention in float32, plus a floor, as everywhere (`uopattn.proof.gate`).
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import models as script
 import pytest
-from model_zoo import Model, llm, models
-from tinygrad import GlobalCounters, Tensor, dtypes
+from model_zoo import Decoder, Model, llm, models, normal
+from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.nn.state import get_parameters
 
 import uopattn
@@ -63,9 +63,12 @@ QUICK = ("gpt-oss",)
 VALUES = ("BERT", "VAE, D=512", "tinygrad.llm, MLA")  # the others have what these have, or gpt-oss
 
 
+GENERATE = "GPT-2", "Llama", "Whisper, decoder", "tinygrad.llm", "tinygrad.llm, MLA"
+
+
 def those(generate: bool) -> list[Any]:
   """The models that generate, or the others; of those that are not in `QUICK` some are left to --values."""
-  names = [name for name, x in MODELS.items() if (x.generate is not None) == generate]
+  names = [name for name in MODELS if (name in GENERATE) == generate]
   later = {name: pytest.mark.slow if name in VALUES else pytest.mark.slowest for name in names}
   return [pytest.param(name, marks=[] if name in QUICK else [later[name]]) for name in names]
 
@@ -125,17 +128,42 @@ def test_the_script_notices_wrong_results(monkeypatch: pytest.MonkeyPatch) -> No
     script.timed("ViT", MODELS["ViT"], 1)
 
 
-@pytest.mark.parametrize("name", those(generate=True))
+def generated(model: Decoder, prompt: list[int], count: int, to: Sequence[Tensor]) -> tuple[list[int], Tensor]:
+  """Tokens, of which a model computes one at a time with a cache, and the scores of the one after them."""
+  start = UOp.variable("start", 0, model.context - 1)
+
+  @TinyJit
+  def step(ids: Tensor, start: UOp) -> tuple[Tensor, Tensor]:
+    scores = model(ids, start, *to)
+    return scores.argmax(-1, keepdim=True).cast("int").realize(scores), scores
+
+  scores = model(Tensor([prompt]), 0, *to)
+  token, tokens = scores.argmax(-1, keepdim=True).cast("int").realize(), list(prompt)
+  for i in range(count):
+    tokens.append(int(token.item()))
+    token, scores = step(token, start.bind(len(prompt) + i))
+  return tokens, scores
+
+
+PROMPT, COUNT = [1 + i % 7 for i in range(40)], 200
+
+
+@pytest.mark.parametrize("name", [x for x in those(generate=True) if "llm" not in x.values[0]])
 def test_the_same_tokens(name: str) -> None:
-  model, prompt = MODELS[name], [1 + i % 7 for i in range(40)]
-  assert model.generate is not None
-  made, own = model.build(), model.build()
+  model, to = MODELS[name], [normal(1, 30, 64)] * name.startswith("Whisper")
   with with_kernels(True):
-    got, scores = model.generate(made, prompt, 200)
-  want, own_scores = model.generate(own, prompt, 200)
-  assert len(got) == 240
+    got, scores = generated(model.build(), PROMPT, COUNT, to)
+  want, own_scores = generated(model.build(), PROMPT, COUNT, to)
+  assert len(got) == len(PROMPT) + COUNT
   assert got == want
-  if scores is not None and own_scores is not None and model.scores is not None:
-    exact = model.scores(built(model, exact=True), got)
-    report = compare(name, scores.numpy(), exact.numpy(), own_scores.numpy(), FLOAT32)
-    assert report.correct, report
+  exact = built(model, exact=True)(Tensor([got]), 0, *map(in_float64, to))
+  report = compare(name, scores.numpy(), exact.numpy(), own_scores.numpy(), FLOAT32)
+  assert report.correct, report
+
+
+@pytest.mark.parametrize("name", [x for x in those(generate=True) if "llm" in x.values[0]])
+def test_the_same_tokens_of_tinygrads_llm(name: str) -> None:
+  with with_kernels(True):
+    got = list(itertools.islice(MODELS[name].build().generate(list(PROMPT)), COUNT))
+  assert got == list(itertools.islice(MODELS[name].build().generate(list(PROMPT)), COUNT))
+  assert len(got) == COUNT

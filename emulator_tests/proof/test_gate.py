@@ -11,7 +11,7 @@ from tinygrad import Tensor, dtypes
 
 import uopattn.proof.gate as verify_module
 from uopattn.dsl.schedule import DTYPES_8
-from uopattn.proof.gate import Gate, Report, compare, numpy, verify
+from uopattn.proof.gate import Gate, GradientGate, Report, compare, numpy, verify
 from uopattn.proof.oracle import EXACT, PRECISIONS, Array, Precision, oracle
 
 N, D, TILE = 192, 64, 64
@@ -335,3 +335,32 @@ def test_bounds_follow_what_float32_leaves_of_large_scores() -> None:
     largest = max(largest, report.largest)
   assert largest > compare("output", gate.naive, gate.exact, gate.naive, gate.unit).largest_bound
   assert not gate.output((gate.exact * (1 + 1e-4)).astype(np.float32)).correct
+
+
+SIZES = {
+  "no keys": (2, 4, 2, 3, 0),
+  "no queries": (2, 4, 2, 0, 5),
+  "no batches": (0, 4, 2, 3, 5),
+  "nothing": (0, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "sinks": True}], ids=["", "sinks"])
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_of_0(case: str, options: dict[str, Any]) -> None:
+  B, Hq, Hkv, M, N = SIZES[case]
+  q, k, v = (np.ones(shape, np.float32) for shape in ((B, Hq, M, 8), (B, Hkv, N, 8), (B, Hkv, N, 6)))
+  options = options | ({"sinks": np.arange(Hq, dtype=np.float32)} if "sinks" in options else {})
+  gate = Gate.of_arrays(q, k, v, dtypes.float32, **options)
+  out, lse = np.zeros((B, Hq, M, 6), np.float32), np.full((B, Hq, M), -np.inf, np.float32)
+  if "sinks" in options:
+    lse[:] = options["sinks"][:, None]
+  assert gate.output(out).correct
+  assert gate.lse(lse).correct
+  assert gate.output(out + 1).correct == (out.size == 0)
+  assert gate.lse(np.ones_like(lse)).correct == (out.size == 0)
+  do = np.ones(out.shape, np.float32)
+  gradients = GradientGate.of_arrays(q, k, v, do, dtypes.float32, **options)
+  for x, name in zip((q, k, v), "qkv", strict=True):
+    assert gradients.reports(**{name: x * 0})[0].correct
+    assert gradients.reports(**{name: x})[0].correct == (x.size == 0)

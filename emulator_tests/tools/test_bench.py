@@ -1,5 +1,6 @@
 """The bench: what it runs, checks and records. No test looks at a time."""
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import on
+from tinygrad import Context
 
 from uopattn import bench
 from uopattn.bench import main
@@ -27,6 +30,7 @@ SMALL = Config(h=2, n=40, d=8, dtype="float")
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
   for name in ("PAUSE", "SPIN", "WARM", "TURN"):
     monkeypatch.setattr(timing, name, 0)
+  monkeypatch.setattr(limits, "SPIN", 0)
   monkeypatch.setattr(limits, "PRODUCT", 16)
   monkeypatch.setattr(limits, "READ", 1 << 18)
 
@@ -189,6 +193,7 @@ def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caps
 )
 def test_what_torch_stands_for(cpu: bool, backward: bool, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(contenders, "on_cpu", lambda: cpu)
+  monkeypatch.setattr(contenders, "on_nvidia", lambda: not cpu)
   monkeypatch.setattr(contenders, "load_torch", lambda backend, backward: backend)
   found = contenders.load(["torch"], backward)
   assert list(found) == ["uopattn", *(name if cpu else f"torch {name}" for name in names)]
@@ -196,9 +201,19 @@ def test_what_torch_stands_for(cpu: bool, backward: bool, names: list[str], monk
     assert list(contenders.load(["torch-flex"], backward)) == ["uopattn", "torch flex"]
   else:
     with pytest.raises(
-      Usage, match=f"^--against torch-flex: takes no part here; --against torch is {', '.join(list(found)[1:])}$"
+      Usage, match=f"^--against torch-flex: is not available here; --against torch is {', '.join(list(found)[1:])}$"
     ):
       contenders.load(["torch-flex"], backward)
+
+
+def test_on_other_gpus_torch_takes_no_part_and_there_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+  spec = SMALL.spec("CPU")
+  for module in (contenders, timing):
+    monkeypatch.setattr(module, "Device", SimpleNamespace(DEFAULT="METAL"))
+  monkeypatch.setattr(contenders, "importlib", SimpleNamespace(import_module=lambda name: SimpleNamespace()))
+  assert limits.limit(spec) is None
+  with pytest.raises(Usage, match=r"^--against torch: runs on CPUs and on NVIDIA's GPUs only, not on METAL$"):
+    contenders.load(["torch"])
 
 
 @pytest.fixture
@@ -373,6 +388,32 @@ def test_bf16_of_torch_if_there_is_one() -> None:
   assert runner is not None
   gate = Gate.of(problem.q, problem.k, problem.v, is_causal=True)
   assert gate.output(*runner.result()).correct
+
+
+@pytest.mark.parametrize(("arch", "dtype", "wrong_by"), [("sm_80", "float", 2.0**-8), ("sm_90", "fp8e4m3", 2.0**-3)])
+def test_a_sample_is_checked_by_how_kernels_multiply(arch: str, dtype: str, wrong_by: float) -> None:
+  """float32 in tf32, and 8 bits whose products cut off terms."""
+  with on(arch), Context(ALLOW_TF32=1):
+    problem = prepare(Config(h=1, m=64, n=64, d=32, dtype=dtype))
+    assert problem.products == {"tf32": dtype == "float", "cut": dtype != "float"}
+    found = [contenders.numpy(x) for x in problem.computation()()]
+    check = sample.Sample.of(problem.spec).check(problem)
+  assert all(report.correct for report in check(found))
+  assert not all(report.correct for report in check([found[0] * (1 + wrong_by), found[1]]))
+
+
+def test_a_sample_of_gradients_is_checked_by_how_kernels_multiply() -> None:
+  with on("sm_80"), Context(ALLOW_TF32=1):
+    problem = prepare(Config(h=1, m=32, n=32, d=16, dtype="float"))
+    found = contenders.uopattn_backward(problem).result()
+    check = sample.Sample.of(problem.spec, backward=True).check_gradients(problem, None)
+  assert all(report.correct for report in check(found))
+  assert [report.correct for report in check([found[0] * (1 + 2.0**-7), *found[1:]])] == [False, True, True]
+
+
+def test_gradients_that_a_kernel_does_not_write_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(timing, "TinyJit", functools.cache)  # which runs nothing again
+  assert all(np.isnan(x).all() for x in contenders.uopattn_backward(prepare(SMALL)).result())
 
 
 @pytest.mark.parametrize("causal", [0, 1])

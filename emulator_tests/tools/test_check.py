@@ -3,8 +3,11 @@
 import getpass
 import json
 import math
+import os
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import trust
 from uopattn import check
 from uopattn.measure.program import Usage
 from uopattn.trust.cards import RECORD, cards
-from uopattn.trust.outcome import FAILS, HANGS, RIGHT, UNAVAILABLE, UNSERVED, WRONG, Outcome, ProbeProcess, outcomes
+from uopattn.trust.outcome import Outcome, ProbeProcess, outcomes
 from uopattn.trust.probe import Probe
-from uopattn.trust.report import Report, without_private
+from uopattn.trust.report import CheckReport, without_private
 from uopattn.trust.speed import speed
+from uopattn.trust.verdicts import FAILS, HANGS, RIGHT, UNAVAILABLE, UNSERVED, WRONG
 
 PROBE = Probe("cpu_forward", False, (1, 2, 2, 20, 40, 16, 16), "half", "half")
 Answer = Callable[[Probe], Outcome]
@@ -45,7 +49,7 @@ def test_all_right(
   said = capsys.readouterr().out
   assert "RIGHT: all " in said
   assert ["cpu_backward", "gradients"] in [line.split()[:2] for line in said.splitlines()]
-  report = Report.read(file)
+  report = CheckReport.read(file)
   assert report.finished
   assert not report.quick
   assert all(x.is_right for x in report.kernels)
@@ -83,7 +87,7 @@ def test_one_that_is_not_right(
   assert (f"{verdict}: for a reason" in said) == (status == 1)
   assert json.loads(file.read_text())["finished"]
   with pytest.raises(Usage if status == 1 else AssertionError):
-    assert "cpu_decode" in trust.card_of(Report.read(file))["kernels"]
+    assert "cpu_decode" in trust.card_of(CheckReport.read(file))["kernels"]
 
 
 def test_interrupted_it_keeps_what_it_has(
@@ -98,12 +102,53 @@ def test_interrupted_it_keeps_what_it_has(
   file = tmp_path / "report.json"
   assert run(monkeypatch, "--json", str(file)) == 130
   assert "RIGHT so far" in capsys.readouterr().out
-  report = Report.read(file)
+  report = CheckReport.read(file)
   assert not report.finished
   assert [x.name for x in report.kernels][-2:] == ["cpu_forward", "cpu_decode"]
   assert 0 < len(report.kernels[-1].probes) < len(report.kernels[-2].probes)
   with pytest.raises(Usage, match="not finished"):
     trust.card_of(report)
+
+
+def test_an_interrupt_ends_what_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+  """By workers that answer one probe each, and no other."""
+  worker = tmp_path / "python"
+  worker.write_text('#!/bin/sh\necho \'{"reason": ""}\'; read probe; echo \'{"verdict": "right"}\'; exec sleep 300\n')
+  worker.chmod(0o755)
+  monkeypatch.setattr(sys, "executable", str(worker))
+  start, found = time.monotonic(), outcomes([PROBE] * 6, "CPU", 2)
+  assert next(found)[1].verdict == RIGHT
+  found.close()
+  assert time.monotonic() - start < 60
+
+
+def test_where_no_kernel_serves_a_probe_nothing_is_decided(
+  answers: list[Answer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  answers.append(lambda probe: Outcome(UNSERVED, "not for this"))
+  assert run(monkeypatch, "--quick", "--kernel", "cpu_decode", "--no-speed") == 2
+  assert "UNDECIDED: no kernel serves any of the probes." in capsys.readouterr().out
+
+
+def test_a_report_goes_into_what_is_there(
+  answers: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+  """A link stays one, and a pipe gets the report once."""
+  link, file, pipe = tmp_path / "link", tmp_path / "folder" / "report.json", tmp_path / "pipe"
+  file.parent.mkdir()
+  file.write_text("old")
+  link.symlink_to(file)
+  os.mkfifo(pipe)
+  words = ("--quick", "--kernel", "cpu_decode", "--no-speed", "--json")
+  assert run(monkeypatch, *words, str(link)) == 0
+  assert link.is_symlink()
+  assert CheckReport.read(file).finished
+  with ThreadPoolExecutor(1) as pool:
+    read = pool.submit(pipe.read_text)
+    assert run(monkeypatch, *words, str(pipe)) == 0
+    assert json.loads(read.result())["finished"]
+  assert pipe.is_fifo()
+  assert sorted(x.name for x in tmp_path.rglob("*")) == ["folder", "link", "pipe", "report.json"]
 
 
 def test_no_private_data(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,6 +163,7 @@ def test_no_private_data(answers: list[Answer], monkeypatch: pytest.MonkeyPatch,
   for private in ("somebody", "my-own-host", str(Path.cwd())):
     assert private not in text
   assert without_private("a") == "a"
+  assert without_private(f"{sys.prefix}/lib/x.py, {check.__file__}") == "PYTHON/lib/x.py, UOPATTN/uopattn/check.py"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +173,7 @@ def test_no_private_data(answers: list[Answer], monkeypatch: pytest.MonkeyPatch,
     (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: there is no such folder"),
     (["--compare", "/nowhere/a.json"], "--compare /nowhere/a.json: No such file"),
     (["--compare", "/dev/null"], "/dev/null is not a report"),
+    (["--compare", "{}.old"], "a.json.old is not a report"),
     (["--compare", *["{}"] * 3], "--compare takes one file or two, and was given 3"),
   ],
 )
@@ -139,7 +186,8 @@ def test_bad_input(
   capsys: pytest.CaptureFixture[str],
 ) -> None:
   file = tmp_path / "a.json"
-  Report({}).write(file)
+  CheckReport({}).write(file)
+  Path(f"{file}.old").write_text(file.read_text().replace('"format": 1', '"format": 0'))
   assert run(monkeypatch, *(word.format(file) for word in words)) == 2
   assert says in capsys.readouterr().err
 
@@ -161,7 +209,7 @@ def test_several_at_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_served_is_left_out() -> None:
-  kernel = check.Kernel("cpu_forward", False)
+  kernel = check.KernelRecord("cpu_forward", False)
   kernel.add(PROBE, Outcome(UNSERVED, "not for this"))
   assert kernel.probes == []
   assert not kernel.is_right
@@ -183,9 +231,9 @@ def test_speed(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # the record
 
 
-def report_of(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, file: Path) -> Report:
+def report_of(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, file: Path) -> CheckReport:
   assert run(monkeypatch, "--json", str(file), "--no-speed") == 0
-  return Report.read(file)
+  return CheckReport.read(file)
 
 
 def test_trust(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
@@ -200,7 +248,7 @@ def test_trust(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert trust.main([str(tmp_path / "a.json")]) == 0
     assert len(json.loads(record.read_text())) == len(cards()) + 1
   whole = next(x["kernels"] for x in json.loads(record.read_text()) if x["name"] == "Card 9")
-  some = Report(report.machine, report.kernels[:1], quick=False, finished=True)
+  some = CheckReport(report.machine, report.kernels[:1], quick=False, finished=True)
   some.write(tmp_path / "b.json")
   for versions, kernels in (
     (report.machine["versions"], whole),
@@ -216,6 +264,12 @@ def test_trust(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path:
   assert text.startswith("before")
   assert text.endswith("after\n")
   assert "old" not in text
+  record.write_text("as it was")
+  readme.write_text("without the row")
+  monkeypatch.setattr(trust, "cards", cards)
+  assert trust.main([str(tmp_path / "a.json")]) == 2
+  assert "has no row" in capsys.readouterr().err
+  assert record.read_text() == "as it was"
   report.quick = True
   report.write(tmp_path / "a.json")
   assert trust.main([str(tmp_path / "a.json")]) == 2

@@ -82,7 +82,7 @@ TABLES = "SELECT name FROM sqlite_master WHERE name LIKE 'uopattn_source%'"
 
 
 def damage(database: Path, value: bytes) -> None:
-  """Puts a value in the place of the only entry."""
+  """Puts a value in place of the only entry."""
   with sqlite3.connect(database) as connection:
     (table,) = connection.execute(TABLES).fetchone()
     assert connection.execute(f"UPDATE '{table}' SET val = ?", (value,)).rowcount == 1

@@ -84,7 +84,7 @@ def test_two_devices(shard: str, called: Program) -> None:
 
 
 def test_devices_that_do_not_divide_the_problem() -> None:
-  with pytest.raises(Usage, match="GPUS=3 do not divide heads of this problem evenly"):
+  with pytest.raises(Usage, match="GPUS=3 does not evenly divide the heads of this problem"):
     prepare(Config(gpus=3, shard="heads", h=4))
 
 

@@ -42,6 +42,20 @@ def test_help_in_a_fresh_clone_sets_nothing_up(clone: Path, name: str) -> None:
   assert not (clone / ".venv").exists()
 
 
+@pytest.mark.parametrize("name", [name for name in SHELL if name not in (*PYTHON, "run", "bench")])
+def test_help_where_the_environment_is_set_up(clone: Path, name: str) -> None:
+  (clone / ".venv").mkdir()
+  done = ended(f"scripts/{name}", "--help", cwd=clone, PYTHON="false")
+  assert (done.returncode, done.stderr) == (0, "")
+  assert len(done.stdout) > 40
+
+
+def test_march_without_a_target_says_the_usage(clone: Path) -> None:
+  done = ended("scripts/test_march", cwd=clone, PYTHON="false")
+  assert (done.returncode, done.stdout) == (2, "")
+  assert "scripts/test_march x86-64-v3 x86-64-v4" in done.stderr
+
+
 EACH_HELP = """
 import os, runpy, sys
 sys.argv[1:], programs = ["--help"], sys.argv[1:]

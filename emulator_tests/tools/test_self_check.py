@@ -39,8 +39,9 @@ from uopattn.spec.spec import make_spec
 from uopattn.trust import cards, guard, outcome
 from uopattn.trust.cover import probes_of
 from uopattn.trust.guard import VERDICTS
-from uopattn.trust.outcome import FAILS, HANGS, RIGHT, UNAVAILABLE, WRONG, Outcome, ProbeProcess
+from uopattn.trust.outcome import Outcome, ProbeProcess
 from uopattn.trust.probe import Probe, features_of
+from uopattn.trust.verdicts import FAILS, HANGS, RIGHT, UNAVAILABLE, WRONG
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (1, 2, 2, 20, 40, 16, 16)
@@ -492,6 +493,18 @@ def test_a_kernel_that(statement: str, says: str, tree: Path, edited: Any, tmp_p
   text = said(started(tree, tmp_path / "cache.db", "CPU"))
   assert "attention falls back to plain tinygrad ops: cpu_forward did not pass its check" in text
   assert says in text
+
+
+def test_an_interrupted_check_in_this_process_says_nothing(here: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+  def interrupted(*_: object) -> Outcome:
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(outcome, "outcome", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      launch_on(spec_of(), CPU)
+  monkeypatch.setattr(outcome, "outcome", lambda *_: Outcome(RIGHT))
+  assert launch_on(spec_of(), CPU).schedule.name == "cpu_forward"
 
 
 def test_a_right_kernel_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

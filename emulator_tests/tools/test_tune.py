@@ -14,8 +14,9 @@ from tuned import SHAPE, WORDS, spec_of, the, tuned_by_command
 import uopattn
 from uopattn import attention
 from uopattn.api.attention import Call
+from uopattn.dsl.target import Target
 from uopattn.kernels import cpu_backward, cpu_forward
-from uopattn.measure.timing import Timing, Turns
+from uopattn.measure.timing import Runner, Timing, Turns
 from uopattn.plan import dispatch
 from uopattn.plan.dispatch import backward_on, launch_on
 from uopattn.plan.launch import Launch
@@ -23,6 +24,7 @@ from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
 from uopattn.tuning import search
+from uopattn.tuning.case import Case
 from uopattn.tuning.trial import Trial
 from uopattn.tuning.winners import WINNERS
 
@@ -131,8 +133,8 @@ def test_a_search_that_fails_leaves_the_models_choice(
 def fastest(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
   """Make a candidate the fastest of each search."""
 
-  def alternate(runners: dict[str, Any], rounds: int, how: Turns) -> dict[str, Timing]:
-    return {x: Timing([1.0 if i == number else 1.2] * rounds) for i, x in enumerate(runners)}
+  def alternate(runners: dict[int, Any], rounds: int, how: Turns) -> dict[int, Timing]:
+    return {x: Timing([1.0 if x == number else 1.2] * rounds) for x in runners}
 
   monkeypatch.setattr(search, "alternate", alternate)
 
@@ -249,7 +251,7 @@ def test_what_the_contents_of_tensors_decide_is_left_to_the_model(
   spec = spec_of(mask_mod=lambda b, h, i, j: j <= i)
   with uopattn.tune():
     assert launch_on(spec, "CPU") == the(0, spec)
-  assert "the model's tiles are used with mask_mod" in caplog.text
+  assert "the model's tiles are used: with mask_mod the time depends on what Tensors hold" in caplog.text
   assert searches == []
 
 
@@ -264,8 +266,33 @@ def test_what_the_contents_of_tensors_decide_is_left_to_the_model(
   ],
 )
 def test_who_wins(model: list[float], other: list[float], wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(search, "alternate", lambda *_: {"model": Timing(model), "other": Timing(other)})
-  launches = {"model": the(0, spec_of()), "other": the(1, spec_of())}
-  seconds, _ = search.timed(dict.fromkeys(launches), "model", search.CPU)  # type: ignore[arg-type]
-  result = search.Result(tuple(search.Candidate((launches[name],), seconds[name]) for name in launches))
+  monkeypatch.setattr(search, "alternate", lambda *_: {0: Timing(model), 1: Timing(other)})
+  seconds, _ = search.timed({i: Runner(lambda: None, list) for i in range(2)}, search.CPU)
+  result = search.Result(tuple(search.Candidate((the(i, spec_of()),), seconds[i]) for i in range(2)))
   assert (result.best is not result.model) == wins
+
+
+def test_candidates_that_share_tiles_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of a pass of several kernels: one that is wrong is not chosen for the time of another with the same tiles."""
+  monkeypatch.setattr(dispatch, "MOST", 8)
+  spec = replace(spec_of((1, 8, 8, 1024, 1024, 256, 256)), dtype=dtypes.half)
+  case = Case(spec, "CPU", Target("CUDA", "sm_90", units=132), backward=True)  # the device only says how to time
+  candidates = case.representative.candidates()
+  tiles = [{str(launch.tiles) for launch in x} for x in candidates]
+  pairs = ((i, j) for j in range(2, len(tiles)) for i in range(1, j) if tiles[i] == tiles[j])
+  fast, wrong = next(pairs)
+
+  class FakeTrial:
+    def runner(self, launches: tuple[Launch, ...]) -> Runner:
+      return Runner(lambda: None, lambda: [np.array(candidates.index(launches))])
+
+    def check(self, result: list[np.ndarray]) -> list[str]:
+      return ["dk is wrong"] if result == [wrong] else []
+
+  monkeypatch.setattr(search.Trial, "of", lambda *_: FakeTrial())
+  fastest(fast, monkeypatch)
+  result = search.search(case)
+  assert [x.launches for x in result.tried] == candidates
+  assert result.best.launches == candidates[fast]
+  assert [x.launches for x in result.defects] == [candidates[wrong]]
+  assert len({str(x) for x in result.tried}) == len(candidates)

@@ -8,21 +8,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tinygrad import helpers
+from tinygrad import Context, helpers
 from tuned import spec_of, the
 
 import uopattn
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.target import target_of
-from uopattn.runtime import store
+from uopattn.runtime import store, versions
 from uopattn.runtime.store import Store
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import search
-from uopattn.tuning.case import Case, choice, measured
+from uopattn.tuning.case import Case, choice, representative
 from uopattn.tuning.winners import WINNERS
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -125,9 +126,21 @@ def test_other_machines_and_versions_are_other_entries(searches: list[str], monk
   assert search.known(Case(replace(spec, softcap=3.0), "CPU", target)) is None
   for name in ("cpu_name", "kernels_version", "compiler"):
     with monkeypatch.context() as patch:
-      patch.setattr(f"uopattn.tuning.case.{name}", lambda *_: "another")
+      patch.setattr(f"uopattn.runtime.versions.{name}", lambda *_: "another")
       assert search.known(Case(spec, "CPU", target)) is None
   assert search.known(Case(spec, "CPU", replace(target, threads=64))) is None
+
+
+def test_a_compiler_is_the_one_that_dev_names(monkeypatch: pytest.MonkeyPatch) -> None:
+  def opened(device: str) -> SimpleNamespace:
+    return SimpleNamespace(renderer=SimpleNamespace(compiler=SimpleNamespace(cachekey=helpers.DEV.renderer)))
+
+  monkeypatch.setattr(versions, "opened", opened)
+  found = []
+  for dev in ("AMD:LLVM", "AMD:HIP", "AMD:LLVM"):
+    with Context(DEV=dev):
+      found.append(versions.compiler("AMD").split()[-1])
+  assert found == ["LLVM", "HIP", "LLVM"]
 
 
 def test_views_that_begin_elsewhere_share_an_entry() -> None:
@@ -135,7 +148,7 @@ def test_views_that_begin_elsewhere_share_an_entry() -> None:
     layout = Layout(10_000, first, (640, 320, 16, 1))
     return replace(spec_of((2, 2, 2, 20, 20, 16, 16)), layouts=(("k", layout),))
 
-  assert measured(cached(64)) == measured(cached(128)) != measured(cached(3))
+  assert representative(cached(64)) == representative(cached(128)) != representative(cached(3))
 
 
 TWO = """
@@ -146,12 +159,12 @@ from uopattn.measure.timing import Timing
 from uopattn.plan import dispatch
 from uopattn.tuning import search
 dispatch.MOST, own = 2, search.search
-search.alternate = lambda runners, rounds, *_: {x: Timing([1.0 + len(x)] * rounds) for x in runners}
+search.alternate = lambda runners, rounds, *_: {x: Timing([2.0 - 0.1 * x] * rounds) for x in runners}
 search.search = lambda *given: print("searches") or own(*given)
 q = k = v = Tensor.ones(1, 2, 20, 16).contiguous().realize()
 with uopattn.tune():
   assert uopattn.attention(q, k, v).mean().item() == 1
-print(*map(search.shown, search.KNOWN.values()))
+print(*map(search.text_of, search.KNOWN.values()))
 """
 
 

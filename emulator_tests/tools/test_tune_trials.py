@@ -20,12 +20,13 @@ from tuned import (
 
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.dsl.target import Target, VectorUnit
+from uopattn.measure.timing import repeats
 from uopattn.plan import dispatch
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.tuning import search
-from uopattn.tuning.case import measured
+from uopattn.tuning.case import representative
 from uopattn.tuning.trial import Trial, unmeasured
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -41,7 +42,7 @@ def test_inputs_are_made_for_a_spec(
   case: Callable[[], AttentionSpec], scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr("uopattn.tuning.trial.CHECKED", scores)  # with few some of the rows are checked
-  spec = measured(case())
+  spec = representative(case())
   assert unmeasured(spec) == ""
   trial = Trial.of(spec, "CPU")
   out, lse = trial.runner((dispatch.dispatch(spec, target_of("CPU")),)).result()
@@ -52,7 +53,7 @@ def test_inputs_are_made_for_a_spec(
 
 @pytest.mark.parametrize(("case", "name"), [(cache_of_8_bits, "scales"), (cache_of_4_bits, "k"), (pages, "page_table")])
 def test_each_scale_of_a_key_and_each_page_is_checked(case: Callable[[], AttentionSpec], name: str) -> None:
-  spec = measured(case())
+  spec = representative(case())
   trial = Trial.of(spec, "CPU")
   runner = trial.runner((dispatch.dispatch(spec, target_of("CPU")),))
   for x in trial.buffers[name]:
@@ -73,7 +74,7 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
     q, k, v = (Tensor.empty(2, heads, 24, 16, dtype=dtypes.fp8e4m3, device="EMU") for heads in (4, 2, 2))
     q_scale, k_scale, v_scale = (Tensor.empty(*shape, device="EMU") for shape in ((1, 1), (2, 1), (2, 2)))
     given = Arguments(enable_gqa=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    spec = measured(make_spec(q, k, v, given))
+    spec = representative(make_spec(q, k, v, given))
     assert unmeasured(spec) == ""
     trial = Trial.of(spec, "EMU")
     runner = trial.runner((dispatch.dispatch(spec, target_of("EMU")),))
@@ -87,11 +88,17 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
     assert trial.check(runner.result()) == []
 
 
+def test_where_no_query_sees_a_key_a_call_computes_as_often_as_it_may() -> None:
+  spec = spec_of((1, 2, 2, 1, 64, 16, 16), window=(10, None), q_start=2000)
+  assert (spec.flops, unmeasured(spec)) == (0, "")
+  assert repeats(spec, 40, "CUDA") == 40
+
+
 @pytest.mark.kinds(case=(with_tensors,))
 @pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
 def test_gradients_are_checked(case: Callable[[], AttentionSpec], monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.tuning.trial.CHECKED", 4 * 500 if case is views else 1 << 23)
-  spec = measured(case())
+  spec = representative(case())
   trial = Trial.of(spec, "CPU", backward=True)
   result = trial.runner(dispatch.dispatch_backward(spec, target_of("CPU"))).result()
   assert len(result) == (9 if case is views else 3)  # of some rows, in three runs, or of all
@@ -179,4 +186,4 @@ def test_all_candidates_for_gradients_are_right_on_the_emulator(
     found = dispatch.candidates_backward(spec, target_of("EMU"))
     assert len(found) > 1
     for launches in found:
-      assert trial.check(trial.runner(launches).result()) == [], search.shown(launches)
+      assert trial.check(trial.runner(launches).result()) == [], search.text_of(launches)

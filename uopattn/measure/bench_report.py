@@ -23,8 +23,9 @@ def limit_name(by: str) -> str:
   return "a read" if by == "read" else f"{by}'s product"
 
 
-def _speed(gflops: float) -> str:
-  return f"{gflops:7.1f} GFLOP/s" if gflops < TERA else f"{gflops / 1e3:7.1f} TFLOP/s"
+def speed_text(gflops: float) -> str:
+  """Return a speed as text, in GFLOP/s or TFLOP/s."""
+  return f"{gflops:.1f} GFLOP/s" if gflops < TERA else f"{gflops / 1e3:.1f} TFLOP/s"
 
 
 def lines(row: dict[str, Any]) -> Iterator[str]:
@@ -39,7 +40,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
     bytes_too = f"{c['gbytes']:5.1f} GB/s, " if "gbytes" in c else ""
     text = (
       f"  {name:<11} {c['median'] * 1e3:9.3f} ms (min {c['minimum'] * 1e3:.3f}, spread {c['spread']:.0%}) "
-      f"{_speed(c['gflops'])}, {bytes_too}{shares}error {c['error']:.2g}"
+      f"{speed_text(c['gflops']):>15}, {bytes_too}{shares}error {c['error']:.2g}"
     )
     text += "".join(f", {c[key]:.0f} {unit}" for key, unit in UNITS.items() if key in c)
     if ratio := row["ratios"].get(name):

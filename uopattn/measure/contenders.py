@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.measure.problem import Problem
+from uopattn.measure.problem import Problem, outputs_of
 from uopattn.measure.program import Usage
-from uopattn.measure.timing import Runner, captured, on_cpu, poison, repeats, wait
+from uopattn.measure.timing import Runner, captured, on_cpu, on_nvidia, poison, repeats, wait
 from uopattn.plan.dispatch import NoKernel, backward_on
 from uopattn.plan.gradient import GradientCall, Residuals, by_kernels
 from uopattn.proof.gate import numpy
@@ -53,28 +53,44 @@ def uopattn_backward(problem: Problem) -> Runner:
   out, lse = problem.attend()
   Tensor.realize(out, lse)
   gradients = _of_one_device if problem.division is None else _of_several_devices
-  compute = gradients(problem, out, lse, problem.output_gradient())
+  compute, written = gradients(problem, out, lse, problem.output_gradient())
 
   def run() -> list[Tensor]:
     grads = compute()
     Tensor.realize(*grads)
     return grads
 
-  call, _ = captured(run)
-  return Runner(call, lambda: [numpy(x) for x in call()], wait=lambda: wait(problem.devices))
+  call, outputs = captured(run)
+
+  def result() -> list[Array]:
+    poison([*written, *outputs])
+    wait(problem.devices)  # tinygrad orders a replay after the work of one device, not of all
+    return [numpy(x) for x in call()]
+
+  return Runner(call, result, wait=lambda: wait(problem.devices))
 
 
-def _of_one_device(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Callable[[], list[Tensor]]:
-  """Return a function that computes the gradients of q, k and v."""
+def _of_one_device(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+  """Return a function that computes the gradients of q, k and v, and the buffers that kernels write.
+
+  These may hold partial sums, from which the gradients are then computed.
+  """
   try:
     launches = backward_on(p.spec, Device.DEFAULT)
   except NoKernel as error:
     raise Usage(str(error)) from error
-  return lambda: by_kernels(launches, Residuals.of(p.spec, p.q, p.k, p.v, out, lse, do), NO_ARGUMENTS)
+  buffers = {name: [Tensor.empty(*x.shape, dtype=x.dtype)] for name, x in outputs_of(launches).items()}
+
+  def compute() -> list[Tensor]:
+    return by_kernels(launches, Residuals.of(p.spec, p.q, p.k, p.v, out, lse, do), NO_ARGUMENTS, buffers)
+
+  return compute, [x for (x,) in buffers.values()]
 
 
-def _of_several_devices(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Callable[[], list[Tensor]]:
-  """Return a function that computes the gradients of q, k and v, which several devices divide."""
+def _of_several_devices(
+  p: Problem, out: Tensor, lse: Tensor, do: Tensor
+) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+  """Return a function that computes the gradients of q, k and v, which several devices divide, and no buffers."""
   division = p.division
   assert division is not None
   arguments = Arguments(is_causal=p.spec.is_causal, enable_gqa=True, return_lse=True)
@@ -85,7 +101,7 @@ def _of_several_devices(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Cal
     grads = division.gradients(GradientCall([out, lse], operands, [do, None], arguments, "kernel", operands))
     return [x for x in grads if x is not None]
 
-  return compute
+  return compute, []
 
 
 def tinygrad(problem: Problem) -> Runner | None:
@@ -289,9 +305,16 @@ BACKENDS = ("flash", "cudnn", "flex")  # of torch, on a GPU; flex without gradie
 
 
 def backends_of_torch(backward: bool) -> dict[str, Contender]:
-  """Return torch's attention by name: on a CPU the one that it chooses, on a GPU each backend. Raises ImportError."""
+  """Return torch's attention by name: on a CPU the one that it chooses, on a GPU each backend.
+
+  Raises:
+    ImportError: torch is not installed.
+    Usage: the device is neither a CPU nor a GPU of NVIDIA.
+  """
   if on_cpu():
     return {"torch": load_torch("", backward)}
+  if not on_nvidia():
+    raise Usage(f"--against torch: runs on CPUs and on NVIDIA's GPUs only, not on {Device.DEFAULT}")
   return {f"torch {x}": load_torch(x, backward) for x in BACKENDS if not (backward and x == "flex")}
 
 
@@ -300,7 +323,7 @@ def _backend_of_torch(backend: str) -> Callable[[bool], dict[str, Contender]]:
 
   def loader(backward: bool) -> dict[str, Contender]:
     if name not in (backends := backends_of_torch(backward)):
-      raise Usage(f"--against torch-{backend}: takes no part here; --against torch is {', '.join(backends)}")
+      raise Usage(f"--against torch-{backend}: is not available here; --against torch is {', '.join(backends)}")
     return {name: backends[name]}
 
   return loader

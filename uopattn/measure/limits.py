@@ -14,7 +14,7 @@ from uopattn.dsl import Scope, make_kernel, sizes
 from uopattn.dsl.cpu.register_blocks import accumulate, zeros
 from uopattn.dsl.schedule import FEW
 from uopattn.measure.contenders import import_torch, torchs_context, torchs_runner
-from uopattn.measure.timing import Runner, captured, on_cpu
+from uopattn.measure.timing import SPIN, Runner, captured, on_cpu, on_nvidia
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import thread_count
 from uopattn.runtime.threads import threaded
@@ -49,16 +49,18 @@ def limit(s: AttentionSpec) -> Limit | None:
   """Return the limit of an attention: a large read with few queries, else a product of square matrices.
 
   On a CPU the matrices are float32 of size PRODUCT; torch multiplies them on our number of threads, or without torch
-  numpy, on as many threads as its library uses. On a GPU torch multiplies float16 matrices of size GPU_PRODUCT, or sums
-  GPU_READ bytes of float16; without torch the result is None.
+  numpy, on as many threads as its library uses. On a GPU of NVIDIA torch multiplies float16 matrices of size
+  GPU_PRODUCT, or sums GPU_READ bytes of float16. On other GPUs, and on these without torch, the result is None.
   """
   few = s.M <= FEW
   if on_cpu() and few:
     return Limit("read", Runner(reader(READ), list), moved=READ)
+  if not (on_cpu() or on_nvidia()):
+    return None
   try:
     torch = import_torch()
   except ImportError:
-    return _product("numpy", lambda x: x) if on_cpu() else None
+    return _product("numpy", lambda x: x, SPIN) if on_cpu() else None
   if on_cpu():
     torch.set_num_threads(thread_count())
     return _product("torch", torch.from_numpy)
@@ -70,11 +72,11 @@ def limit(s: AttentionSpec) -> Limit | None:
     return Limit("torch", torchs_runner(lambda: a @ b, list), 2 * GPU_PRODUCT**3)
 
 
-def _product(name: str, matrix: Callable[[Array], Any]) -> Limit:
+def _product(name: str, matrix: Callable[[Array], Any], spins: float = 0.0) -> Limit:
   """Return a library's product on a CPU; `matrix` makes one of the library's from numpy's."""
   rng = np.random.default_rng(0)
   a, b = (matrix(rng.standard_normal((PRODUCT, PRODUCT), dtype=np.float32)) for _ in range(2))
-  return Limit(name, Runner(lambda: a @ b, list), 2 * PRODUCT**3)
+  return Limit(name, Runner(lambda: a @ b, list, spins=spins), 2 * PRODUCT**3)
 
 
 def product_size() -> int:

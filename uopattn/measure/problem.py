@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from tinygrad.dtype import DType
 from tinygrad.nn.state import safe_load
 
 from uopattn.api.attention import attention
+from uopattn.dsl.rules.four_bits import elements_in
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.measure.program import Usage, reason
 from uopattn.plan.dispatch import NoKernel, launch_on
 from uopattn.plan.division import Division, division_of
@@ -21,7 +23,7 @@ from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import devices_of
-from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.spec.spec import AttentionSpec, Input, make_spec
 from uopattn.spec.tensors import dtype_name
 
 DTYPE_NAMES: dict[str, DType] = {
@@ -165,6 +167,14 @@ def normal(shape: tuple[int, ...], dtype: DType, random: np.random.Generator, de
   return np.resize(numpy(tensor(numbers, dtype, device)).astype(np.float32), shape)
 
 
+def four_bits(shape: tuple[int, ...], random: np.random.Generator) -> Array:
+  """Return bytes of rows of 4 bits: any elements, and scales of groups from 1/4 to 4."""
+  first = elements_in(shape[-1]) // 2
+  rows = random.integers(0, 256, shape)
+  rows[..., first:] = random.integers(0x28, 0x48, rows[..., first:].shape)  # fp8e4m3
+  return rows.astype(np.float32)
+
+
 def tensor(array: Array, dtype: DType, device: str | None = None) -> Tensor:
   """Return a Tensor of numbers that a dtype can hold."""
   return Tensor(array, device=device).cast(dtype).contiguous().realize()
@@ -207,6 +217,12 @@ class Problem:
   @property
   def devices(self) -> tuple[str, ...]:
     return devices_of(self.q.device)
+
+  @property
+  def products(self) -> dict[str, bool]:
+    """How the kernel multiplies, as the gate takes it: `tf32` and `cut`."""
+    schedule = self.launch.schedule
+    return {"tf32": self.spec.tf32 and schedule.tf32, "cut": self.spec.dtype in DTYPES_8 and schedule.cuts}
 
   def output_gradient(self) -> Tensor:
     """Return a normal random gradient of the output, (B, Hq, M, Dv), the same in each call."""
@@ -264,6 +280,11 @@ def prepare(config: Config) -> Problem:
     raise Usage(str(error)) from error
 
 
+def outputs_of(launches: Iterable[Launch]) -> dict[str, Input]:
+  """Return the buffers that launches write, by name."""
+  return {x.name: x for launch in launches for x in launch.buffers() if x.name in launch.kernel.outputs}
+
+
 def devices(count: int) -> tuple[str, ...]:
   """Return the first `count` devices of the default device's kind."""
   kind = Device.DEFAULT.split(":")[0]
@@ -276,4 +297,5 @@ def shard_axis(config: Config, spec: AttentionSpec) -> int:
   for axis, name in enumerate(SHARDS):
     if config.shard in ("", name) and not any(n % config.gpus for n in sizes[name]):
       return axis
-  raise Usage(f"GPUS={config.gpus} do not divide {config.shard or 'batch, heads or sequence'} of this problem evenly")
+  axes = config.shard or "batch, heads or sequence"
+  raise Usage(f"GPUS={config.gpus} does not evenly divide the {axes} of this problem")

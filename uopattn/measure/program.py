@@ -74,6 +74,11 @@ def check_writable(name: str, path: str | Path) -> None:
     raise Usage(f"{name} cannot be written: permission denied")
 
 
+def is_stream(path: str | Path) -> bool:
+  """Return whether a path is a pipe, a terminal or the like, where what is written cannot be replaced later."""
+  return Path(path).exists() and not Path(path).is_file()
+
+
 def take_device(program: str) -> None:
   """Choose the device that a program runs on, and say so in one line on stderr if it is not tinygrad's default."""
   if said := choose_device():
@@ -120,7 +125,7 @@ def first_with_kernels(devices: Iterable[str]) -> str | None:
 
 
 def kinds_with_kernels() -> list[str]:
-  """Return the kinds of devices that have kernels, in tinygrad's order, the CPU at last."""
+  """Return the kinds of devices that have kernels, in tinygrad's order, the CPU last."""
   kinds = {*WITH_KERNELS, *RUNTIMES}
   return [kind for kind in ALL_DEVICES if kind in kinds - {LAST}] + [LAST]
 

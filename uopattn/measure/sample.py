@@ -8,8 +8,9 @@ import numpy as np
 
 from uopattn.measure.problem import Problem
 from uopattn.measure.timing import on_cpu
+from uopattn.plan.dispatch import backward_on
 from uopattn.proof.gate import Gate, GradientGate, Report, compare, numpy
-from uopattn.proof.oracle import PRECISIONS, Array
+from uopattn.proof.oracle import PRECISIONS, TF32, Array
 from uopattn.spec.spec import AttentionSpec
 
 CHECKED = {True: 1 << 27, False: 1 << 25}  # most scores that are checked: on a CPU, on a GPU
@@ -53,10 +54,12 @@ class Sample:
   def check(self, problem: Problem) -> Check:
     """Return the gate for outputs and their LSE."""
     s = problem.spec
-    rules: dict[str, Any] = {"is_causal": s.is_causal}
+    options: dict[str, Any] = {"device": problem.devices[0], **problem.products}
     if self.queries is not None and s.is_causal:
-      rules = {"attn_mask": self.queries[:, None] >= np.arange(s.N)}
-    gate = Gate.of_arrays(*self._inputs(problem), s.dtype, device=problem.devices[0], **rules)
+      options["attn_mask"] = self.queries[:, None] >= np.arange(s.N)
+    else:
+      options["is_causal"] = s.is_causal
+    gate = Gate.of_arrays(*self._inputs(problem), s.dtype, **options)
 
     def check(outputs: list[Array]) -> list[Report]:
       out, *lse = map(self.of_queries, outputs)
@@ -71,14 +74,14 @@ class Sample:
       one_device: returns the gradients that one device computes. They stand in for the oracle's if a head has more than
         MOST scores; two results may then differ by the gate's floor, some units of their dtype.
     """
-    s = problem.spec
+    s, device = problem.spec, problem.devices[0]
+    tf32 = s.tf32 and backward_on(s, device)[0].schedule.tf32
     if one_device is None or self.group * s.M * s.N <= MOST:
       do = self.of_queries(numpy(problem.output_gradient()))
-      gate = GradientGate.of_arrays(
-        *self._inputs(problem), do, s.dtype, device=problem.devices[0], is_causal=s.is_causal
-      )
+      options: dict[str, Any] = {"device": device, "tf32": tf32, "is_causal": s.is_causal}
+      gate = GradientGate.of_arrays(*self._inputs(problem), do, s.dtype, **options)
       return lambda grads: gate.reports(**self._gradients(grads))
-    expected, unit = self._gradients(one_device()), PRECISIONS[s.dtype].unit
+    expected, unit = self._gradients(one_device()), (TF32 if tf32 else PRECISIONS[s.dtype]).unit
     return lambda grads: [
       compare(f"gradient of {name}, as of one device", x, expected[name], expected[name], unit)
       for name, x in self._gradients(grads).items()

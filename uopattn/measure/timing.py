@@ -4,8 +4,8 @@ Contenders take turns in every round, so that other work on the machine affects 
 much power lowers its clock, and for some tenths of a second the clock still is what the contender before left. Hence
 there are two ways to time on a GPU:
 
-- `SUSTAINED`, the default: without pauses. Every turn begins with untimed calls, for all as long as it takes until the
-  times of the slowest contender to settle have settled. This is the speed of a GPU that does this work for long.
+- `SUSTAINED`, the default: without pauses. Every turn begins with untimed calls; all contenders get as long as the one
+  that settles last needs. This is the speed of a GPU that does this work for long.
 - `BURSTS`: each turn follows a pause, in which the clock recovers. This is the speed of short work.
 
 On a CPU turns always follow a pause, because the threads of the contender before spin for a while.
@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,8 +34,10 @@ SETTLED = 0.01  # relative change of a contender's time from one slice of TURN s
 MOST_WARM = 2.0  # seconds; noise may keep times from settling
 LONG = 0.02  # target seconds of one call on a GPU that does FAST floating-point operations per second
 FAST = 4e14
+GRADIENT_COST = 2.5  # floating-point operations of the gradients, five products, over those of the forward pass, two
 
 Results = TypeVar("Results")
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,18 @@ class Runner:
 
   Attributes:
     call: computes it `times` times, or launches that on a device.
-    result: computes it once more, into cleared outputs; returns them, such as the output and the LSE.
+    result: computes it once more; returns what comes out, such as the output and the LSE. Our kernels then write into
+      buffers full of NaN, so that elements which they do not write are seen.
     times: computations per call.
     wait: returns when all calls so far are done.
+    spins: seconds for which its threads still spin after a turn, so that the next contender has to wait.
   """
 
   call: Callable[[], object]
   result: Callable[[], list[Array]]
   times: int = 1
   wait: Callable[[], object] = lambda: None
+  spins: float = 0.0
 
 
 def on_cpu() -> bool:
@@ -60,9 +65,15 @@ def on_cpu() -> bool:
   return Device.DEFAULT.split(":")[0] == "CPU"
 
 
+def on_nvidia() -> bool:
+  """Return whether tinygrad's default device is a GPU of NVIDIA, where torch's "cuda" is the same GPU."""
+  return Device.DEFAULT.split(":")[0] in ("CUDA", "NV")
+
+
 def repeats(spec: AttentionSpec, most: int, device: str | None = None) -> int:
   """Return the computations per call: 1 on a CPU or a slow GPU, else enough to make the cost of a start negligible."""
-  return 1 if is_slow(device or Device.DEFAULT) else max(1, min(most, int(LONG / (spec.flops / FAST))))
+  # flops is 0 where no query sees a key
+  return 1 if is_slow(device or Device.DEFAULT) else max(1, min(most, int(LONG * FAST / max(1, spec.flops))))
 
 
 def is_slow(device: str) -> bool:
@@ -147,7 +158,8 @@ class Turns:
     pauses: whether each turn follows a pause.
     settles: whether a turn begins with as many seconds of untimed calls as times need to settle, instead of `warm`.
     warm, turn: least seconds of untimed and of timed calls per turn.
-    shuffled: whether each round has an order of its own: what runs before leaves the caches as it likes.
+    shuffled: whether the order is drawn anew in each round, because a contender finds the caches as the one before left
+      them.
   """
 
   pauses: bool = False
@@ -160,7 +172,7 @@ class Turns:
 SUSTAINED, BURSTS = Turns(settles=True), Turns(pauses=True)
 
 
-def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = None) -> dict[str, Timing]:
+def alternate(runners: Mapping[Name, Runner], rounds: int, how: Turns | None = None) -> dict[Name, Timing]:
   """Time runners in turns: A B C, A B C, ...
 
   Args:
@@ -172,7 +184,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
   warm = _settling_time(runners.values()) if how.settles else how.warm
   order, shuffle = list(runners), random.Random(0)
   timings = {name: Timing([]) for name in runners}
-  calls: dict[str, int] = {}  # timed calls in a turn of each contender, as its first turn shows
+  calls: dict[Name, int] = {}  # timed calls in a turn of each contender, as its first turn shows
   for _ in range(rounds):
     for name in shuffle.sample(order, len(order)) if how.shuffled else order:
       runner = runners[name]
@@ -186,8 +198,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int, how: Turns | None = No
       end = time.perf_counter()
       timings[name].seconds.append((end - start) / (count * runner.times))
       timings[name].turns.append((start, end))
-      if name == "limit numpy":
-        time.sleep(SPIN)
+      time.sleep(runner.spins)
   return timings
 
 

@@ -109,12 +109,12 @@ def differentiable(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
-  """Return the arguments with these in the place of what `differentiable` lists, and with all others detached."""
+  """Return the arguments with these in place of what `differentiable` lists, and with all others detached."""
   return with_differentiable(arguments.detached(), leaves)
 
 
 def with_differentiable(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
-  """Return the arguments with these in the place of what `differentiable` lists."""
+  """Return the arguments with these in place of what `differentiable` lists."""
   aux = tuple(leaves.get(f"aux[{i}]", x) for i, x in enumerate(arguments.aux))
   return replace(
     arguments,

@@ -153,7 +153,7 @@ def of_gradients(
   unit, whole = precision.unit, slice(0, N)
   in_float32 = np.minimum(2 * FLOAT32**2 * (2 + np.square(finite(lse))), LARGEST_VARIANCE)[..., None].astype(np.float32)
   cuts = precision.operand is not None
-  group = M * Hq // Hkv
+  group = M * Hq // max(1, Hkv)
   of_out, of_weights, of_ds = (np.float32(_relative(precision, terms)) for terms in (N, group, max(N, group)))
   of_dp, cut = np.float32(FLOAT32**2 + unit**2 / Dv * cuts), np.float32((2 * unit) ** 2 * cuts)
 

@@ -51,7 +51,7 @@ class Report:
     relative: root mean square error over the root mean square of the oracle; at most `relative_bound` is allowed.
     largest: largest absolute error; at most `largest_bound` is allowed.
     wrong: number of elements that are NaN, or infinite where the oracle is not (or the reverse).
-    worst: index of the element with the largest error, or of the first wrong one.
+    worst: index of the element with the largest error, or of the first wrong one; () if there are no elements.
     faults: the worst error of each kind that independent roundings cannot explain, if measured.
   """
 
@@ -116,7 +116,7 @@ def compare(
   relative, largest = _rms(error) / rms, float(np.abs(error).max(initial=0))
   expected = np.zeros(1) if deviation is None else deviation
   largest_bound = 2 * float(np.abs(naive_error).max(initial=0)) + floor * float(np.abs(values).max(initial=0))
-  worst = np.argmax(wrong) if wrong.any() else np.argmax(np.abs(error))
+  worst = np.unravel_index(np.argmax(wrong if wrong.any() else np.abs(error)), exact.shape) if exact.size else ()
   return Report(
     name,
     mse=_rms(error) ** 2,
@@ -125,7 +125,7 @@ def compare(
     largest=largest,
     largest_bound=max(largest_bound, limit * float(expected.max(initial=0))),
     wrong=int(wrong.sum()),
-    worst=tuple(int(x) for x in np.unravel_index(worst, exact.shape)),
+    worst=tuple(map(int, worst)),
   )
 
 
@@ -275,15 +275,6 @@ class GradientGate:
   roundings: Roundings
 
   @classmethod
-  def of(
-    cls, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None = None, *, tf32: bool = False, **options: Any
-  ) -> "GradientGate":
-    """Compute the gradients by the oracle and naively; takes the arguments of `verify_gradients`."""
-    a, b, c, d = (numpy(x) for x in (q, k, v, do))
-    kwargs = {"tf32": tf32, "device": devices_of(q.device)[0], **options}
-    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), **kwargs)
-
-  @classmethod
   def of_arrays(
     cls,
     q: Array,
@@ -345,7 +336,9 @@ def verify_gradients(
     tf32: whether float32 products were computed in tf32.
     options: keyword arguments of `uopattn.proof.oracle.oracle`.
   """
-  gate = GradientGate.of(q, k, v, do, dlse, tf32=tf32, **options)
+  kwargs = {"tf32": tf32, "device": devices_of(q.device)[0], **options}
+  inputs = numpy(q), numpy(k), numpy(v), numpy(do)
+  gate = GradientGate.of_arrays(*inputs, q.dtype, None if dlse is None else numpy(dlse), **kwargs)
   return gate.reports(**{name: numpy(x) for name, x in got.items()})
 
 

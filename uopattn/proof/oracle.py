@@ -232,11 +232,11 @@ def seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> Ar
 
 
 def pieces(B: int, Hq: int, M: int, N: int) -> Iterator[tuple[int, int, slice]]:
-  """Yield batch, head and a range of rows, at most CHUNK scores at a time."""
-  step = max(1, CHUNK // N)
+  """Yield batch, head and a range of rows, at most CHUNK scores at a time; none where there are no scores."""
+  step = max(1, CHUNK // max(1, N))
   for b in range(B):
     for h in range(Hq):
-      for start in range(0, M, step):
+      for start in range(0, M if N else 0, step):
         yield b, h, slice(start, min(start + step, M))
 
 
@@ -266,13 +266,12 @@ def gradients(
   dlse: Array | None = None,
   *,
   precision: Precision = EXACT,
-  progress: bool = False,
   **rules: Any,
 ) -> Gradients:
   """Return the gradients of sum(do * out) + sum(dlse * lse), in `precision.work`.
 
   Args:
-    q, k, v, precision, progress, rules: the arguments of `oracle`.
+    q, k, v, precision, rules: the arguments of `oracle`.
     do: (B, Hq, M, Dv).
     dlse: (B, Hq, M); None stands for 0. Rows that see no key are ignored.
   """
@@ -282,14 +281,14 @@ def gradients(
   rounded = precision.weights or operand
   scale = work(r.scale_of(Dk))
   q, k, v, do = (operand(x.astype(work)) for x in (q, k, v, do))
-  out, lse = oracle(q, k, v, precision=precision, progress=progress, **rules)
+  out, lse = oracle(q, k, v, precision=precision, **rules)
   delta = (out * do).sum(-1) - (0 if dlse is None else dlse.astype(work))
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   adds = r.attn_mask is not None and r.attn_mask.dtype != bool
   dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
   dmask: Array = np.zeros((B, Hq, M, N) if adds else 0, work)
   dsinks: Array = np.zeros(Hq, work)
-  for b, h, rows in tqdm(list(pieces(B, Hq, M, N)), desc="gradients", disable=None if progress else True):
+  for b, h, rows in pieces(B, Hq, M, N):
     key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
     at = b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     sees = lse[b, h, rows] > -np.inf  # a sink counts as something seen

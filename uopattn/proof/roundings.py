@@ -51,6 +51,7 @@ FLOAT32 = 2.0**-24  # unit roundoff of float32, in which all kernels accumulate
 LEAST_UNIT = 2.0**-12  # lower bound of the unit roundoff of types narrower than float32, in which kernels keep weights
 NEGLIGIBLE = 2.0**-40  # relative size below which a number is ignored
 LEAST_SQUARE = np.float32(2.0**-120)  # keeps squares of nonzero numbers from underflowing to 0
+MOST_ERROR = 2.0**60  # deviations; a larger error, which float32 might not hold, is a fault all the same
 TILE = 64  # keys or queries per tile form
 BINADES, PLACES = 14, 8  # binades of weights below the largest; places between two numbers of a type
 
@@ -137,6 +138,10 @@ class Family:
     """Return each form's value beyond its slack, in standard deviations."""
     return np.maximum(np.abs(self.value) - self.slack, 0) / np.sqrt(self.variance + _TINY)
 
+  def most(self) -> float:
+    """Return the largest excess; 0 if there are no forms."""
+    return float(self.excess().max(initial=0))
+
   def fault(self, limit: float) -> Fault:
     """Return the worst form as a fault, with a bound of `limit` standard deviations."""
     place = np.unravel_index(np.argmax(self.excess()), self.value.shape)
@@ -168,14 +173,14 @@ class Product:
     self.lengths = np.sqrt(np.square(self.exact).sum(-1))
     some = self.lengths[..., None] > 0
     self.directions = np.divide(self.exact, self.lengths[..., None], out=np.zeros(exact.shape), where=some)
-    least = np.maximum(precision.least / unit, NEGLIGIBLE * np.abs(self.exact).max((2, 3), keepdims=True))
+    least = np.maximum(precision.least / unit, NEGLIGIBLE * np.abs(self.exact).max((2, 3), keepdims=True, initial=0))
     own = np.maximum(precision.unit * np.abs(self.exact), least) ** 2 / 3
     self.elements, self.rows = own, (np.square(self.directions) * own).sum(-1)
     self.columns, self.heads = np.zeros(np.delete(exact.shape, 2)), (np.square(self.lengths) * self.rows).sum(-1)
-    terms = operand.shape[2] * max(1, operand.shape[1] // exact.shape[1])  # of a sum
+    terms = operand.shape[2] * max(1, operand.shape[1] // max(1, exact.shape[1]))  # of a sum
     self.slack = _slack(precision, rules, exact.shape[1]) + precision.lost * terms
     forms = exact.size + prod(exact.shape[:3]) + exact.shape[0] * exact.shape[1] * (exact.shape[3] + 1) + 2 * prod(keys)
-    self.limit = sqrt(2 * log(2 * forms / ALARM))
+    self.limit = sqrt(2 * log(2 * max(1, forms) / ALARM))
 
   def response(self, t: Term) -> Array:
     """Return the change of each row of X, along its direction, per unit of each weight: (rows, inner)."""
@@ -228,8 +233,9 @@ class Shares:
     self.product, (B, H, rows) = product, product.keys
     self.of_rows = np.zeros((4, B, H, rows))  # value, variance, slack, size
     self.of_tiles = np.zeros((4, B, H, -(-rows // TILE)))
-    self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True))  # per head, so that no square underflows
-    self.error = (error / self.unit).astype(np.float32)
+    # Per head, so that no square underflows.
+    self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True, initial=0))
+    self.error = np.clip(error / self.unit, -MOST_ERROR, MOST_ERROR).astype(np.float32)
     self.variance = (product.elements / np.square(self.unit)).astype(np.float32)
 
   def add(self, t: Term) -> None:
@@ -277,7 +283,7 @@ class Shares:
 
   def families(self) -> Iterator[Family]:
     for kind, (value, variance, slack, size) in ((self.product.key, self.of_rows), ("tile", self.of_tiles)):
-      least = variance.max(-1, keepdims=True) * NEGLIGIBLE
+      least = variance.max(-1, keepdims=True, initial=0) * NEGLIGIBLE
       yield Family(kind, value, variance + least, slack, size)
 
 
@@ -315,14 +321,14 @@ class Roundings:
     errors = {name: self.products[name].error(x) for name, x in got.items()}
     faults: dict[str, tuple[Fault, ...]] = dict.fromkeys(got, ())
     families = self._families(errors)
-    suspects = [n for n, group in families.items() if any(f.excess().max() > self.products[n].limit for f in group)]
+    suspects = [n for n, group in families.items() if any(f.most() > self.products[n].limit for f in group)]
     if suspects:
       shown = self._families({name: self.guides[name] for name in suspects})
     for name in suspects:
       common = self._common(name)
       group, guides = ([f.times(common) for f in x[name]] for x in (families, shown))
-      limits = [max(self.products[name].limit, 2 * float(guide.excess().max())) for guide in guides]
-      faults[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.excess().max() > x)
+      limits = [max(self.products[name].limit, 2 * guide.most()) for guide in guides]
+      faults[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.most() > x)
     return faults
 
   def _families(self, errors: dict[str, Array]) -> dict[str, list[Family]]:
@@ -358,7 +364,9 @@ def _slack(precision: Precision, r: Rules, heads: int) -> Array:
   if (weights := precision.fused().weights) is not None:  # many weights are 1 times dropout's factor: rounded alike
     kept = np.float32(1 / (1 - r.dropout_p))
     slack += abs(float(weights(np.array(kept)) / kept) - 1)
-  sinks: Array = np.zeros(heads) if r.sinks is None else np.abs(finite(r.sinks)).reshape(heads, -1).max(1)
+  sinks: Array = np.zeros(heads)
+  if r.sinks is not None and heads:
+    sinks = np.abs(finite(r.sinks)).reshape(heads, -1).max(1)
   return slack + 2 * FLOAT32 * sinks  # the error of a sink's score is the same for all rows
 
 
@@ -369,7 +377,7 @@ def finite(x: Array) -> Array:
 
 def largest(x: Array) -> float:
   """Return the largest finite absolute value, or 1 if it is 0."""
-  return float(np.abs(finite(x)).max()) or 1.0
+  return float(np.abs(finite(x)).max(initial=0)) or 1.0
 
 
 def _places(weights: Array, unit: float, count: int) -> Array:

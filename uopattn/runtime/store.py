@@ -54,7 +54,7 @@ class Store:
     return None
 
   def write(self, entry: Entry) -> bool:
-    """Store an entry, in the place of an older one with its key; return whether that was possible.
+    """Store an entry, in place of an older one with its key; return whether that was possible.
 
     tinygrad waits 60 seconds for a database that another process has locked.
     """

@@ -403,7 +403,7 @@ class Arguments:
     return {name: [x.contiguous() for x in xs] for name, xs in forms if xs}
 
   def with_tensors(self, tensors: Iterable[Tensor]) -> "Arguments":
-    """Return a copy with other Tensors in the place of those of `tensors`; except those of a block mask."""
+    """Return a copy with other Tensors in place of those of `tensors`; except those of a block mask."""
     changes, left = dict[str, Any](), iter(tensors)
     for name, declared, value in self.active:
       if name != "block_mask" and (xs := tuple(next(left) for _ in declared.tensors(value))):

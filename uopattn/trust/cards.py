@@ -41,7 +41,7 @@ def cards() -> tuple[Card, ...]:
 def family(device: str) -> str:
   """Return the architecture of a device as the record has it.
 
-  That of a CPU is without what its compiler is told besides. OpenCL has none, and so the card's own name.
+  A CPU's is given without compiler flags. OpenCL has no architecture, so the card's name is used.
   """
   if device.split(":")[0] == "CL":
     return gpu_name(device)

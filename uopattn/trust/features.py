@@ -1,4 +1,4 @@
-"""Arguments that stand for the features of an attention, with the same as rules of the oracle.
+"""Arguments that give an attention certain features, and the same features as rules for the oracle.
 
 A feature is the name of an argument, in some cases with a detail after a blank: "window left", "kv_lengths Tensor".
 """
@@ -18,7 +18,7 @@ from uopattn.dsl.rules.four_bits import columns_in, of_tensor
 from uopattn.dsl.rules.quantized import FORMATS, FourBits
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import DTYPES
-from uopattn.measure.problem import normal, tensor
+from uopattn.measure.problem import four_bits, normal, tensor
 from uopattn.proof.oracle import Array
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.tensors import dtype_name
@@ -105,10 +105,8 @@ class Inputs:
 
 def _keys(shape: tuple[int, ...], dtype: DType, random: np.random.Generator, device: str) -> Array:
   """Return keys or values; normal ones, or with int8 and 4 bits as the scales of `_scales` expect them."""
-  if isinstance(dtype, FourBits):  # any elements, and scales of groups from 1/4 to 4
-    rows = random.integers(0, 256, (*shape[:3], columns_in(shape[3])))
-    rows[..., shape[3] // 2 :] = random.integers(0x28, 0x48, rows[..., shape[3] // 2 :].shape)
-    return rows.astype(np.float32)
+  if isinstance(dtype, FourBits):
+    return four_bits((*shape[:3], columns_in(shape[3])), random)
   if dtype == dtypes.int8:
     return random.integers(-127, 128, shape).astype(np.float32)
   return normal(shape, dtype, random, device)

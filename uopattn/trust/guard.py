@@ -20,15 +20,16 @@ from uopattn.plan.target import is_emulated, target_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.gpu import driver
 from uopattn.runtime.store import Entry, Store
+from uopattn.runtime.versions import product, versions
 from uopattn.trust.cards import is_recorded
+from uopattn.trust.verdicts import DIED, RIGHT, UNAVAILABLE
 
 if TYPE_CHECKING:  # modules that measure are imported when they are needed, as few processes need them
   from uopattn.trust.probe import Probe
 
 log = logging.getLogger("uopattn")
 VERDICTS = Store("uopattn_verdicts", "uopattn.check", "a verdict")
-"""An entry has a "key", the probe and the machine; the "verdict" of `Outcome`, and its "reason"."""
-DIED = "died"  # the verdict of a check that ended its process
+"""An entry has a "key", the probe and the machine; a "verdict", and its "reason"."""
 SEND = "please send us what `python -m uopattn.check --json report.json` writes"
 _KNOWN: dict[tuple[tuple[Launch, ...], str, str], str] = {}
 
@@ -92,7 +93,7 @@ def _verdict(launches: tuple[Launch, ...], device: str, backward: bool) -> str |
 def _known(key: Entry) -> Entry | None:
   """Return the entry that says how a check went; None if there is none, or the device could not be used then."""
   entry = VERDICTS.read(key)
-  return None if entry is None or entry.get("verdict") in (None, "unavailable") else entry
+  return None if entry is None or entry.get("verdict") in (None, UNAVAILABLE) else entry
 
 
 def _key(probe: "Probe", device: str) -> Entry:
@@ -102,25 +103,27 @@ def _key(probe: "Probe", device: str) -> Entry:
 
 @functools.cache
 def _machine(device: str, dev: str) -> Entry:
-  from uopattn.tuning.case import product, versions
-
   with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
     return {"product": product(device, target_of(device)), "driver": driver(device), "versions": versions(device)}
 
 
 def _checked(probe: "Probe", device: str, key: Entry) -> Entry | None:
   """Check a probe and store the verdict; None if it cannot be checked now."""
-  from uopattn.trust.outcome import UNAVAILABLE, ProbeProcess, outcome
+  from uopattn.trust.outcome import ProbeProcess, outcome
 
   log.info("uopattn.check: a first use on this machine is checked: %s", probe)
   with ProbeProcess(device) as process:
     probe_outcome = process.outcome(probe)
-  if probe_outcome.verdict == UNAVAILABLE:  # as where one process alone may use a device: then this one
+  if probe_outcome.verdict == UNAVAILABLE:  # as where only one process may use the device: then check in this one
     if capturing or in_function():
       return None
     log.info("uopattn.check: in this process, because another one cannot: %s", probe_outcome.reason)
     VERDICTS.write(_entry(key, DIED, "the process that checked it died"))  # what is read if this one does
-    probe_outcome = outcome(probe, device)
+    try:
+      probe_outcome = outcome(probe, device)
+    except KeyboardInterrupt:  # which says nothing of the kernel
+      VERDICTS.write(_entry(key, UNAVAILABLE, "the check was interrupted"))
+      raise
   entry = _entry(key, probe_outcome.verdict, probe_outcome.reason)
   VERDICTS.write(entry)
   log.info("uopattn.check: %s after %.1f s: %s", probe_outcome.verdict, probe_outcome.seconds, probe)
@@ -133,7 +136,7 @@ def _entry(key: Entry, verdict: str, reason: str) -> Entry:
 
 def _why_not(entry: Entry, probe: "Probe") -> str:
   """Return why a kernel of this verdict may not be used; "" if it may."""
-  if entry["verdict"] == "right":
+  if entry["verdict"] == RIGHT:
     return ""
   return (
     f"{probe.kernel} did not pass its check on this machine ({probe} {entry['verdict']}: {entry['reason']}); {SEND}"

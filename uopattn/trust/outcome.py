@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,15 +22,14 @@ from uopattn.measure.program import reason
 from uopattn.plan.dispatch import NoKernel
 from uopattn.proof.gate import Report
 from uopattn.trust.probe import Probe
+from uopattn.trust.verdicts import FAILS, HANGS, RIGHT, UNAVAILABLE, UNSERVED, WRONG
 
 START_LIMIT = 120  # seconds for a process to start and to open its device
 COMPILE_LIMIT = 600  # seconds to compile a probe: kernels of wide heads take minutes where many compile at once
 LIMIT = 60  # seconds to run it; where tinygrad compiles a kernel when it runs, COMPILE_LIMIT
 SPEED_LIMIT = 300  # seconds to compile and to time a kernel, tinygrad's attention and a product
-RIGHT, WRONG, FAILS, HANGS, UNSERVED, UNAVAILABLE = "right", "wrong", "fails", "hangs", "unserved", "unavailable"
 ROOT = Path(__file__).parents[2]  # where Python finds the package
 COMPILED = {"compiled": True}  # the answer of a worker that has compiled a probe, and now runs it
-REFUTED = (WRONG, FAILS, HANGS)  # verdicts after which a kernel is not used
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Outcome:
   """What came of a probe.
 
   Attributes:
-    verdict: "right"; "wrong", by the gate; "fails", with an exception or a crash; "hangs"; "unserved", if the schedule
-      does not serve the probe; "unavailable", if the device could not be used, which says nothing of the kernel.
+    verdict: see `uopattn.trust.verdicts`.
     reason: why; "" if it is right.
     errors: the relative RMS error of each result.
     seconds: what the probe took, with compiling.
@@ -52,7 +50,7 @@ class Outcome:
 
 
 def outcome(probe: Probe, device: str, compiled: Callable[[], None] = lambda: None) -> Outcome:
-  """Run a probe in this process; `compiled` is called between compiling and running, where they are apart."""
+  """Run a probe in this process; `compiled` is called between compiling and running, where these are separate steps."""
   start = time.perf_counter()
 
   def outcome_of(verdict: str, why: str = "", errors: dict[str, float] | None = None) -> Outcome:
@@ -89,6 +87,7 @@ class ProbeProcess:
   def __init__(self, device: str):
     self.device = device
     self._process: subprocess.Popen[bytes] | None = None
+    self._killed = False
     self._received = b""
     self._errors: IO[str] | None = None
     self._files = contextlib.ExitStack()
@@ -100,14 +99,10 @@ class ProbeProcess:
     self._end()
 
   def outcome(self, probe: Probe) -> Outcome:
-    """Run a probe; what keeps the process from starting makes it "unavailable"."""
+    """Run a probe; the verdict is "unavailable" if the process cannot start."""
     start = time.perf_counter()
     answer = self._ask({"probe": asdict(probe)}, COMPILE_LIMIT)
-    if answer == COMPILED:
-      answer = self._next(LIMIT)
-    if isinstance(answer, dict):
-      return Outcome(**answer)
-    return replace(answer, seconds=time.perf_counter() - start)
+    return replace(answer, seconds=time.perf_counter() - start) if isinstance(answer, Outcome) else Outcome(**answer)
 
   def speed(self, kernel: str, backward: bool) -> dict[str, Any] | None:
     """Return what `uopattn.trust.speed.speed` returns; {"reason": ...} if it fails."""
@@ -117,8 +112,14 @@ class ProbeProcess:
     speed: dict[str, Any] | None = answer["speed"]
     return speed
 
+  def kill(self) -> None:
+    """End the process for good, from any thread: whoever waits for an answer then gets none, and nothing runs again."""
+    self._killed = True
+    if (process := self._process) is not None:
+      process.kill()
+
   def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any] | Outcome:
-    """Send a request; return the answer, or what happened in its place."""
+    """Send a request; return the answer, or, if none came, what happened instead."""
     if self._process is None and (against := self._start()):
       return Outcome(UNAVAILABLE, against)
     assert self._process is not None
@@ -126,14 +127,14 @@ class ProbeProcess:
     with contextlib.suppress(OSError):  # it has ended, which reading shows
       self._process.stdin.write(json.dumps(request).encode() + b"\n")
       self._process.stdin.flush()
-    return self._next(limit)
-
-  def _next(self, limit: float) -> dict[str, Any] | Outcome:
-    """Return the next answer, or what happened in its place."""
-    if (answer := self._answer(limit)) is None:
+    try:
+      answer = self._answer(limit)
+      return self._answer(LIMIT) if answer == COMPILED else answer
+    except TimeoutError as error:
       self._end()
-      return Outcome(HANGS, f"no result within {limit} s")
-    return answer or Outcome(FAILS, self._end())
+      return Outcome(HANGS, str(error))
+    except EOFError:
+      return Outcome(FAILS, self._end())
 
   def _start(self) -> str:
     """Start the process; return why that is not possible, or ""."""
@@ -153,26 +154,28 @@ class ProbeProcess:
     except OSError as error:  # as where Python is embedded in another program
       self._files.close()
       return reason(error)
-    ready = self._answer(START_LIMIT)
-    if ready is None:
-      self._end()
-      return f"a process for it did not start within {START_LIMIT} s"
-    if not ready:
+    if self._killed:  # while it started
+      self._process.kill()
+    try:
+      against = str(self._answer(START_LIMIT)["reason"])
+    except TimeoutError:
+      against = f"its process did not start within {START_LIMIT} s"
+    except EOFError:
       return self._end()
-    if ready["reason"]:
+    if against:
       self._end()
-    return str(ready["reason"])
+    return against
 
-  def _answer(self, limit: float) -> dict[str, Any] | None:
-    """Return the next line of the process; {} if it has ended, None if it takes longer than the limit."""
+  def _answer(self, limit: float) -> dict[str, Any]:
+    """Return the next line of the process. Raises EOFError if it has ended, TimeoutError after `limit` seconds."""
     assert self._process is not None
     assert self._process.stdout is not None
     answers, end = self._process.stdout.fileno(), time.monotonic() + limit
     while b"\n" not in self._received:  # Python's own buffer could hold a line that `select` does not see
       if not select.select([answers], [], [], max(0, end - time.monotonic()))[0]:
-        return None
+        raise TimeoutError(f"no result within {limit} s")
       if not (part := os.read(answers, 1 << 16)):
-        return {}
+        raise EOFError
       self._received += part
     line, _, self._received = self._received.partition(b"\n")
     return dict(json.loads(line))
@@ -196,10 +199,10 @@ class ProbeProcess:
     return f"its process ended with status {process.returncode}: {last}"
 
 
-def outcomes(probes: list[Probe], device: str, jobs: int) -> Iterator[tuple[Probe, Outcome]]:
+def outcomes(probes: list[Probe], device: str, jobs: int) -> Generator[tuple[Probe, Outcome], None, None]:
   """Run probes in so many processes at once; yield what comes of each, in order.
 
-  Where one process alone may use the device, the first runs them all.
+  Where only one process may use the device, the first runs them all. An interrupt ends the processes.
   """
   with contextlib.ExitStack() as stack:
     every = [stack.enter_context(ProbeProcess(device)) for _ in range(jobs)]
@@ -226,3 +229,5 @@ def outcomes(probes: list[Probe], device: str, jobs: int) -> Iterator[tuple[Prob
       yield from zip(probes, pool.map(run, probes), strict=True)
     finally:
       pool.shutdown(wait=False, cancel_futures=True)
+      for process in every:  # or the pool would wait for what they run
+        process.kill()

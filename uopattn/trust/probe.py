@@ -12,7 +12,7 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.rules.bias import Bias, BiasWork
 from uopattn.dsl.schedule import DTYPES_8, FEW, HEAD_SCALES, Schedule
-from uopattn.measure.problem import normal, tensor
+from uopattn.measure.problem import normal, outputs_of, tensor
 from uopattn.measure.timing import poison
 from uopattn.plan.bias import ROWS, summed, with_bias
 from uopattn.plan.dispatch import NoKernel, all_schedules_on, launches_of, stages
@@ -33,7 +33,7 @@ from uopattn.trust.features import NAMED, Inputs, Sizes, of_sequences, slopes
 DETAILS = {"window", "attn_mask", "q_start", "kv_lengths", "page_table"}  # features that have one
 MOST_BATCHES, MOST_HEADS = 2, 2  # batches, and key heads, of a probe
 SPLITS = 2  # of the keys, in a probe of split-KV
-SPLITS = 2  # work items that share the scores of an element of a bias, if each has several trips
+BIAS_SPLITS = 2  # work items that share the scores of an element of a bias, if each has several trips
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Probe:
 
   @classmethod
   def read(cls, record: dict[str, Any]) -> "Probe":
-    """Return the probe that `asdict` made a record of, which JSON may have turned tuples into lists in."""
+    """Return the probe of a record made by `asdict`, in which JSON may have turned tuples into lists."""
     as_tuples: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in record.items()}
     bias = record.get("bias")
     return cls(**as_tuples | {"bias": None if bias is None else Bias.of_record(bias)})
@@ -148,13 +148,19 @@ def _tiles(kind: type, fields: dict[str, Any]) -> Any:
 
 
 def _splits(launch: Launch, work: BiasWork) -> int:
-  """Return how many work items of a probe share the scores of an element: each has one trip if that is so at first."""
+  """Return how many work items of a probe share the scores of an element.
+
+  Each makes one trip if the original launch's do.
+  """
   has_loop = BiasWork.of(launch.spec, launch.tiles).trips > 1
-  return max(1, min(launch.tiles.splits, SPLITS, work.reduced // 2)) if has_loop else work.reduced
+  return max(1, min(launch.tiles.splits, BIAS_SPLITS, work.reduced // 2)) if has_loop else work.reduced
 
 
 def _length(n: int, block: int, whole: int) -> int:
-  """Return at most n: so many whole blocks and a further one, whole or not as the last of n is, even or odd as n is."""
+  """Return at most n: `whole` whole blocks and a last one.
+
+  The last one is whole if n's is, and otherwise has the parity of n.
+  """
   tail = block if n % block == 0 else max(1, block // 4 * 2 + n % 2)
   return min(n, whole * block + tail)
 
@@ -213,7 +219,7 @@ class Prepared:
   launches: tuple[Launch, ...]
 
   def compile(self) -> bool:
-    """Work out what is expected, and compile; return whether that was possible, or tinygrad compiles when it runs."""
+    """Work out what is expected, and compile; return False where tinygrad compiles only when the kernel runs."""
     _ = self.bias_gate if self.probe.bias else self.gradient_gate if self.probe.backward else self.gate
     for launch in self.launches if self.probe.backward else stages(self.launches[-1]):
       launch.build(self.device)
@@ -314,8 +320,8 @@ class Prepared:
 
   def _poisoned(self, launches: Sequence[Launch]) -> dict[str, list[Tensor]]:
     """Return buffers for the results of kernels, full of NaN, so that elements which a kernel does not write show."""
-    written = {y.name: y for x in launches for y in x.buffers() if y.name in x.kernel.outputs}
-    buffers = {name: Tensor.empty(*y.shape, dtype=y.dtype, device=self.device) for name, y in written.items()}
+    written = outputs_of(launches).items()
+    buffers = {name: Tensor.empty(*y.shape, dtype=y.dtype, device=self.device) for name, y in written}
     poison(buffers.values())
     return {name: [x] for name, x in buffers.items()}
 

@@ -1,4 +1,4 @@
-"""The report of `python -m uopattn.check`: its record, without private data, and its tables."""
+"""The report of `python -m uopattn.check`: its record, without private names, and its tables."""
 
 import datetime
 import getpass
@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -16,13 +17,15 @@ from typing import Any
 
 from tinygrad import Device
 
+from uopattn.measure.program import is_stream
 from uopattn.plan.target import shortened, target_of
 from uopattn.runtime.gpu import driver, gpu_name
 from uopattn.runtime.machine import cpu_name, machine_record
+from uopattn.runtime.versions import versions
 from uopattn.trust.cards import family
-from uopattn.trust.outcome import REFUTED, RIGHT, UNSERVED, Outcome
+from uopattn.trust.outcome import ROOT, Outcome
 from uopattn.trust.probe import Probe
-from uopattn.tuning.case import versions
+from uopattn.trust.verdicts import REFUTED, RIGHT, UNSERVED
 
 FORMAT = 1
 SHORTEST = 3  # characters of a name that is removed as private
@@ -30,12 +33,12 @@ COLUMNS = ("kernel", "pass", "right", "wrong", "worst error", "GFLOP/s", "tinygr
 
 
 @dataclass
-class Kernel:
+class KernelRecord:
   """What is known of a kernel.
 
   Attributes:
     backward: whether it computes gradients.
-    probes: records of probes with what came of them; none that the kernel does not serve.
+    probes: records of probes with what came of them, without those that the kernel does not serve.
     speed: see `uopattn.trust.speed`; {} until it is measured.
   """
 
@@ -88,7 +91,7 @@ class Kernel:
 
 
 @dataclass
-class Report:
+class CheckReport:
   """A report.
 
   Attributes:
@@ -99,12 +102,12 @@ class Report:
   """
 
   machine: dict[str, Any]
-  kernels: list[Kernel] = field(default_factory=list)
+  kernels: list[KernelRecord] = field(default_factory=list)
   quick: bool = False
   finished: bool = False
 
   @classmethod
-  def new(cls, device: str, quick: bool = False) -> "Report":
+  def new(cls, device: str, quick: bool = False) -> "CheckReport":
     """Return an empty report on a device."""
     kind, target = device.split(":")[0], target_of(device)
     of_host = machine_record()
@@ -127,7 +130,7 @@ class Report:
     )
 
   @classmethod
-  def read(cls, file: str | Path) -> "Report":
+  def read(cls, file: str | Path) -> "CheckReport":
     """Read a report.
 
     Raises:
@@ -136,17 +139,23 @@ class Report:
     """
     try:
       content = json.loads(Path(file).read_text())
-      assert content.pop("format") == FORMAT
-      return cls(content["machine"], [Kernel(**x) for x in content["kernels"]], content["quick"], content["finished"])
-    except (UnicodeDecodeError, json.JSONDecodeError, AssertionError, AttributeError, KeyError, TypeError) as error:
+      if content.pop("format") != FORMAT:
+        raise ValueError("another format")
+      kernels = [KernelRecord(**x) for x in content["kernels"]]
+      return cls(content["machine"], kernels, content["quick"], content["finished"])
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
       raise ValueError(f"{file} is not a report that `python -m uopattn.check --json` wrote") from error
 
   def write(self, file: str | Path) -> None:
-    """Write the report; an older file stays whole until this one is."""
+    """Write the report. An older file stays whole until this one is, if another can be written beside it."""
     text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n"
-    part = Path(f"{file}.part")
+    target = Path(file).resolve()  # a link stays
+    if is_stream(file) or not os.access(target.parent, os.W_OK):
+      Path(file).write_text(text)
+      return
+    part = target.with_name(f"{target.name}.part")
     part.write_text(text)
-    part.replace(file)
+    part.replace(target)
 
   @property
   def title(self) -> str:
@@ -154,35 +163,46 @@ class Report:
     m = self.machine
     return f"{m['card']} ({m['device']} {shortened(m['arch'])}), {m['driver']}, {m['compiler']}"
 
+  @property
+  def served(self) -> list[KernelRecord]:
+    """The kernels that serve any probe."""
+    return [x for x in self.kernels if x.probes]
+
+  @property
+  def is_right(self) -> bool:
+    """Whether there are probes, and all are right."""
+    return bool(self.served) and all(x.is_right for x in self.served)
+
   def verdict(self) -> str:
     """Return what the report shows, as a sentence."""
-    served = [x for x in self.kernels if x.probes]
+    served = self.served
     wrong = [x for x in served if x.failed]
     undecided = [x.name for x in served if not x.failed and not x.is_right]
     done = "" if self.finished else " so far"
     if wrong:
       count = sum(len(x.failed) for x in wrong)
       names = ", ".join(dict.fromkeys(x.name for x in wrong))
-      return f"NOT TO BE TRUSTED{done}: {count} probes are wrong, of {names}. Please send us the report (--json FILE)."
-    if undecided or not served:
-      names = ", ".join(dict.fromkeys(undecided)) or "any kernel"
-      return f"UNDECIDED{done}: not all probes of {names} could run."
+      return f"NOT TO BE TRUSTED{done}: wrong probes: {count}, of {names}. Please send us the report (--json FILE)."
+    if not served:
+      return f"UNDECIDED{done}: {'no kernel serves any of the probes' if self.finished else 'there are no results'}."
+    if undecided:
+      return f"UNDECIDED{done}: not all probes of {', '.join(dict.fromkeys(undecided))} could run."
     count = sum(len(x.probes) for x in served)
     return f"RIGHT{done}: all {count} probes of {len(served)} passes by kernels agree with the float64 reference."
 
   def table(self) -> str:
-    """Return the kernels that serve anything, one per row."""
-    return aligned([list(COLUMNS), *(x.row() for x in self.kernels if x.probes)])
+    """Return the kernels that serve any probe, one per row."""
+    return aligned([list(COLUMNS), *(x.row() for x in self.served)])
 
   def failures(self) -> list[str]:
     """Return a line for each probe that is wrong, fails or hangs."""
     return [f"{Probe.read(x['probe'])} {x['verdict']}: {x['reason']}" for k in self.kernels for x in k.failed]
 
 
-def compared(a: Report, b: Report) -> str:
+def compared(a: CheckReport, b: CheckReport) -> str:
   """Return two reports side by side: right and wrong probes of each kernel, and the ratio of their speeds."""
   rows = [["kernel", "pass", "right", "wrong", "GFLOP/s", "right", "wrong", "GFLOP/s", "second / first"]]
-  kernels = [{(x.name, x.backward): x for x in report.kernels if x.probes} for report in (a, b)]
+  kernels = [{(x.name, x.backward): x for x in report.served} for report in (a, b)]
   for name, backward in dict.fromkeys([*kernels[0], *kernels[1]]):
     both = [x.get((name, backward)) for x in kernels]
     cells = [["-"] * 3 if x is None else [*x.row()[2:4], x.row()[5]] for x in both]
@@ -202,8 +222,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def without_private(text: str) -> str:
-  """Return a message without the names of the user, the host and their folders."""
-  folders = {str(Path.home()): "~", os.getcwd(): ".", tempfile.gettempdir(): "TMP"}
+  """Return a message with other names for the user, the host, and the folders that it most likely names.
+
+  They are the user's, the working one, that of temporary files, Python's and this package's. Other paths stay.
+  """
+  folders = {str(Path.home()): "~", os.getcwd(): ".", tempfile.gettempdir(): "TMP", str(ROOT): "UOPATTN"}
+  folders = dict.fromkeys((sys.prefix, sys.base_prefix), "PYTHON") | folders
   names = dict.fromkeys((_user(), socket.gethostname()), "***")
   private = {name: x for name, x in (folders | names).items() if len(name) >= SHORTEST}
   for name in sorted(private, key=len, reverse=True):

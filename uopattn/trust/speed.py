@@ -12,7 +12,7 @@ from uopattn.api.attention import scaled_dot_product_attention
 from uopattn.dsl.rules.bias import Bias, Places
 from uopattn.dsl.schedule import Schedule
 from uopattn.measure.problem import normal, tensor
-from uopattn.measure.timing import Runner, Turns, alternate, captured, is_slow, wait
+from uopattn.measure.timing import GRADIENT_COST, Runner, Turns, alternate, captured, is_slow, wait
 from uopattn.plan.bias import with_bias
 from uopattn.plan.dispatch import NoKernel, all_schedules_on, launches_of
 from uopattn.plan.forward import forward
@@ -23,7 +23,6 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import dtype_name
 from uopattn.trust.features import Sizes
-from uopattn.tuning.trial import COST
 
 # Sizes to time: the first that a schedule serves.
 ON_GPU: tuple[Sizes, ...] = ((1, 16, 16, 4096, 4096, 128, 128), (1, 16, 16, 4096, 4096, 512, 512))
@@ -105,5 +104,6 @@ def _timed(
   add("product", lambda: [a @ b])
   times = alternate(runners, ROUNDS, Turns(warm=0.05, turn=0.05))
   # A bias needs two products, as many as a forward pass.
-  work = dict.fromkeys(runners, spec.flops * (COST if backward and spec.bias is None else 1)) | {"product": 2 * n**3}
+  cost = GRADIENT_COST if backward and spec.bias is None else 1
+  work = dict.fromkeys(runners, spec.flops * cost) | {"product": 2 * n**3}
   return {name: work[name] / x.median / 1e9 for name, x in times.items()}

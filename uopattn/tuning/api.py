@@ -85,10 +85,10 @@ class Tune:
     return len(entries)
 
   def load(self, file: str | Path) -> int:
-    """Add the entries of an exported file to what is known, in the place of others; return the number stored.
+    """Add the entries of an exported file to what is known, replacing older ones; return the number stored.
 
-    An entry is used only by the device's model and the versions that it was measured with, and only if it names one of
-    the candidates: tune once for a fleet of the same machines.
+    An entry is used only on the device model, and with the versions, that it was measured with, and only if it names
+    one of the candidates: tune once for a fleet of the same machines.
 
     Raises:
       ValueError: the file was not made by `export`.

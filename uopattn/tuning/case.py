@@ -1,31 +1,17 @@
 """What is tuned: an attention or its gradient on a device, with its candidates and the key of its winner.
 
-A key says what a measurement holds for: the attention, the product that ran it, and the versions of all that made the
-code.
+A key says what a measurement holds for: the attention, and the machine and the versions of `uopattn.runtime.versions`.
 """
 
-import functools
-import hashlib
-import math
-import subprocess
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from tinygrad import Device
-
-import uopattn.dsl
-import uopattn.kernels
-import uopattn.plan.tiles
-import uopattn.runtime
 from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import candidates, candidates_backward, dispatch, dispatch_backward
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
-from uopattn.runtime.clang import clang_version
-from uopattn.runtime.gpu import gpu_name
-from uopattn.runtime.machine import cpu_model, cpu_name, installed_version, usable_cores
+from uopattn.runtime.versions import product, versions
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
 
@@ -58,13 +44,13 @@ class Case:
     return described(self.spec) + " backward" * self.backward
 
   @property
-  def measured(self) -> "Case":
-    """The case that is measured in the place of this one; see the function `measured`."""
-    return replace(self, spec=measured(self.spec))
+  def representative(self) -> "Case":
+    """The case that is measured in place of this one; see the function `representative`."""
+    return replace(self, spec=representative(self.spec))
 
   def key(self) -> dict[str, Any]:
     """Return the key under which the winner is stored, as JSON can hold it."""
-    key = {"spec": repr(measured(self.spec)), "device": product(self.device, self.target)}
+    key = {"spec": repr(representative(self.spec)), "device": product(self.device, self.target)}
     return {"pass": "backward" if self.backward else "forward", **key, "versions": versions(self.device)}
 
   def model(self) -> Launches:
@@ -88,8 +74,8 @@ def choice(launches: Launches) -> Choice:
   return {"kernel": first.schedule.name, "tiles": [asdict(x.tiles) for x in launches], "splits": first.splits}
 
 
-def measured(spec: AttentionSpec) -> AttentionSpec:
-  """Return the attention that is measured in the place of this one, and of others that take as long.
+def representative(spec: AttentionSpec) -> AttentionSpec:
+  """Return the attention that is measured in place of this one, and of others that take as long.
 
   It has an LSE, is not part of another attention, and its views begin close to the start of their buffers.
   """
@@ -106,53 +92,3 @@ def _near_start(x: Layout, shape: tuple[int, ...]) -> Layout:
   return Layout(
     offset + sum((n - 1) * stride for n, stride in zip(shape, x.strides, strict=True)) + 1, offset, x.strides
   )
-
-
-def product(device: str, target: Target) -> dict[str, Any]:
-  """Return what is known of the device's model: the product's name, not only its architecture, and its size."""
-  kind = device.split(":")[0]
-  if kind == "CPU":
-    return {
-      "name": f"{cpu_name()}, {cpu_model()}",
-      "cores": usable_cores(),
-      "threads": target.threads,
-      "target": str(target),
-    }
-  opened: Any = Device[device]
-  units = target.units
-  if kind == "AMD":
-    units = math.prod((getattr(opened, "cu_cnt", 0), getattr(opened, "xccs", 1)))
-  return {"name": gpu_name(device) or kind, "multiprocessors": units, "target": f"{kind} {target.arch}"}
-
-
-def versions(device: str) -> dict[str, Any]:
-  """Return the versions of the kernels, of tinygrad and of the compiler."""
-  return {"kernels": kernels_version(), "tinygrad": installed_version("tinygrad"), "compiler": compiler(device)}
-
-
-@functools.cache
-def kernels_version() -> str:
-  """Return uopattn's version with a hash of the text of the kernels, of their candidates, and of what makes code."""
-  packages = uopattn.kernels, uopattn.plan.tiles, uopattn.dsl, uopattn.runtime
-  folders = [Path(path) for package in packages for path in package.__path__]
-  files = sorted(x for folder in folders for kind in ("*.py", "*.c") for x in folder.rglob(kind))
-  text = b"".join(x.name.encode() + x.read_bytes() for x in files)
-  return f"{installed_version('uopattn')} {hashlib.sha256(text).hexdigest()[:16]}"
-
-
-@functools.cache
-def compiler(device: str) -> str:
-  """Return the name and the version of a device's compiler."""
-  if device.split(":")[0] == "CPU":
-    return clang_version()
-  name = type(own := Device[device].renderer.compiler).__name__
-  if "NVRTC" in name:
-    import ctypes
-
-    from tinygrad.runtime.autogen import nvrtc
-
-    nvrtc.nvrtcVersion(major := ctypes.c_int(), minor := ctypes.c_int())
-    return f"NVRTC {major.value}.{minor.value}"
-  if "NVCC" in name:
-    return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[-2]
-  return " ".join(filter(None, (name, getattr(own, "cachekey", None))))

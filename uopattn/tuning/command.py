@@ -18,8 +18,7 @@ from uopattn.plan.target import shown
 from uopattn.tuning.api import tune
 from uopattn.tuning.case import Case
 from uopattn.tuning.compile import compile_all
-from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, known, refusal, tuned
-from uopattn.tuning.search import shown as launches_text
+from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, known, refusal, text_of, tuned
 
 HELP = """\
 keys: B H N D HKV M DV DTYPE CAUSAL, as for python -m uopattn.run, whose --help explains them.
@@ -76,7 +75,7 @@ def tune_case(case: Case, again: bool) -> int:
   """Tune for one case and print its row; return the exit status."""
   result = tuned(case, again)
   if not isinstance(result, Result):
-    print(f"{case}\n  known     {launches_text(result)}", flush=True)
+    print(f"{case}\n  known     {text_of(result)}", flush=True)
     return 0
   print(case, row(result), *([f"  {DISTURBED}"] * (result.spread > NOISY)), sep="\n", flush=True)
   for x in result.defects:

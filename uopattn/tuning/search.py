@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tinygrad.engine.realize import capturing
-from tinygrad.helpers import tqdm
+from tinygrad.helpers import DEV, tqdm
 
 from uopattn.measure.program import reason
 from uopattn.measure.timing import Runner, Timing, Turns, alternate
@@ -25,10 +25,11 @@ from uopattn.tuning.trial import Trial, unmeasured
 from uopattn.tuning.winners import WINNERS, is_entry
 
 log = logging.getLogger("uopattn")
-KNOWN: dict[Case, Launches] = {}  # in this process
+KNOWN: dict[tuple[Case, str], Launches] = {}  # in this process, by tinygrad's DEV too, which may name a compiler
 CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
 NOISY = 0.3  # spread of the times of one kernel from which on other work may have decided
 DISTURBED = "other work disturbs, tune again on a quiet machine"
+MODEL = 0  # the number of the candidate that is the model's choice
 MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
 
 
@@ -67,7 +68,7 @@ class Candidate:
   defect: str = ""
 
   def __str__(self) -> str:
-    return shown(self.launches)
+    return text_of(self.launches)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Result:
 
   @property
   def model(self) -> Candidate:
-    return self.tried[0]
+    return self.tried[MODEL]
 
   @property
   def best(self) -> Candidate:
@@ -110,17 +111,18 @@ class Result:
     }
 
 
-def shown(launches: Launches) -> str:
-  """Return launches for display."""
+def text_of(launches: Launches) -> str:
+  """Return launches for display: the schedule, and the tiles of each kernel, or those that all have."""
   first = launches[0]
-  tiles = dict.fromkeys(str(x.tiles) for x in launches)
+  tiles = [str(x.tiles) for x in launches]
+  tiles = tiles[:1] if len(set(tiles)) == 1 else tiles
   return " ".join([first.schedule.name, *tiles]) + f" in {first.splits} parts" * (first.splits > 1)
 
 
 def refusal(device: str) -> str:
   """Return why nothing is measured on a device; "" if it is."""
   if is_emulated(device):
-    return f"{device} is emulated, and an emulator's times say nothing of a device: nothing is tuned"
+    return f"{device} is emulated, and an emulator's times say nothing about a real device, so nothing is tuned"
   return ""
 
 
@@ -135,14 +137,15 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
     NoKernel: no kernel serves the attention.
   """
   case = Case.of(spec, device, backward)
-  if (launches := KNOWN.get(case)) is not None:
+  place = case, repr(DEV)
+  if (launches := KNOWN.get(place)) is not None:
     return launches
   model = case.model()
   if against := refusal(device):
     log_once(f"uopattn.tune: {against}")
     return model
   if against := unmeasured(spec):
-    log_once(f"uopattn.tune: the model's tiles are used with {against}")
+    log_once(f"uopattn.tune: the model's tiles are used: {against}")
     return model
   if (launches := known(case)) is None:
     if capturing or in_function():
@@ -152,7 +155,7 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
       log.info("uopattn.tune: nothing is known of %s, and search=False: the model's tiles are used", case)
       return model
     launches = _measured_anew(case) or model
-  KNOWN[case] = launches
+  KNOWN[place] = launches
   return launches
 
 
@@ -194,52 +197,53 @@ def tuned(case: Case, again: bool = False) -> Launches | Result:
 
 def jobs_of(case: Case) -> list[Job]:
   """Return what is compiled for a search. Raises NoKernel."""
-  return [(case.measured, choice(x)) for x in case.measured.candidates()]
+  return [(case.representative, choice(x)) for x in case.representative.candidates()]
 
 
 def search(case: Case) -> Result:
   """Check and time all candidates for a case. They should be compiled before."""
   how = CPU if case.device.split(":")[0] == "CPU" else GPU
-  candidates = case.measured.candidates()
-  trial = Trial.of(case.measured.spec, case.device, case.backward)
-  tried: dict[str, Candidate] = {}
-  runners: dict[str, Runner] = {}
-  for launches in tqdm(candidates, desc=f"checking {case}", disable=None):
-    name = shown(launches)
+  candidates = case.representative.candidates()
+  trial = Trial.of(case.representative.spec, case.device, case.backward)
+  tried: list[Candidate] = []
+  runners: dict[int, Runner] = {}
+  for number, launches in enumerate(tqdm(candidates, desc=f"checking {case}", disable=None)):
     try:
       runner = trial.runner(launches)
       wrong = trial.check(runner.result())
     except sqlite3.Error:  # the cache on disk is locked, which says nothing of the candidate
       raise
     except Exception as error:  # a compiler, or a driver, may raise anything
-      tried[name] = Candidate(launches, None, f"fails: {reason(error)}")
+      tried.append(Candidate(launches, None, f"fails: {reason(error)}"))
       continue
-    tried[name] = Candidate(launches, None, f"is wrong: {'; '.join(wrong)}" if wrong else "")
+    tried.append(Candidate(launches, None, f"is wrong: {'; '.join(wrong)}" if wrong else ""))
     if not wrong:
-      runners[name] = runner
-  for x in (x for x in tried.values() if x.defect):
+      runners[number] = runner
+  for x in (x for x in tried if x.defect):
     log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x, case, case.device, x.defect)
-  times, spread = timed(runners, shown(candidates[0]), how)
+  times, spread = timed(runners, how)
   if spread > NOISY:
     log.warning("uopattn.tune: %s: turns of one kernel differ by %.0f%%: %s", case, 100 * spread, DISTURBED)
-  return Result(tuple(replace(x, seconds=times.get(name)) for name, x in tried.items()), spread)
+  return Result(tuple(replace(x, seconds=times.get(number)) for number, x in enumerate(tried)), spread)
 
 
-def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[str, float], float]:
-  """Return the seconds of each runner, of few turns, or of many if it is close to the fastest; and the model's spread.
+def timed(runners: dict[int, Runner], how: Measure) -> tuple[dict[int, float], float]:
+  """Return the seconds of each runner, from few turns, or from many for those close to the fastest, and a spread.
+
+  The spread is that of the model's times. Runners go by the numbers of their candidates; `MODEL` is the model's.
 
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
   """
   first = alternate(runners, how.first, replace(how.turns, settles=False))
   limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
-  close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
+  close = {number: runners[number] for number, x in first.items() if min(x.seconds) <= limit or number == MODEL}
   least, most = how.rounds
-  count = SECONDS / (2 * sum(first[name].median for name in close) or SECONDS)  # a turn has a call that is not timed
+  count = SECONDS / (2 * sum(first[x].median for x in close) or SECONDS)  # a turn has a call that is not timed
   rounds = alternate(close, max(least, min(most, int(count))), how.turns)
-  seconds = {name: x.median for name, x in (first | rounds).items()}
-  if (base := rounds.get(model)) is not None:
-    seconds |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
+  seconds = {number: x.median for number, x in (first | rounds).items()}
+  if (base := rounds.get(MODEL)) is not None:
+    seconds |= {number: base.median * _ratio(x, base) for number, x in rounds.items()}
   return seconds, 0.0 if base is None else base.spread
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.four_bits import elements_in, of_tensor
+from uopattn.dsl.rules.four_bits import of_tensor
 from uopattn.dsl.rules.quantized import INT4, NVFP4, FourBits
 from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
-from uopattn.measure.problem import normal, tensor
-from uopattn.measure.timing import Runner, captured, poison, repeats, wait
+from uopattn.measure.problem import four_bits, normal, outputs_of, tensor
+from uopattn.measure.timing import GRADIENT_COST, Runner, captured, poison, repeats, wait
 from uopattn.plan.dispatch import delta_launch, dispatch, schedules_on, stages
 from uopattn.plan.forward import run_stages
 from uopattn.plan.gradient import run_backward, with_heads_first
@@ -26,7 +26,6 @@ from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, Input
 
 MOST = 40  # computations per call: each is captured by TinyJit, which takes far longer than it runs
-COST = 2.5  # floating-point operations of the gradients, over those of the forward pass
 CHECKED = 1 << 23  # most scores that are checked: of some heads, or of some queries of one group of heads
 SHARE = 0.25  # of them that are checked of gradients, whose check takes some four times as long
 MOST_GROUPS = 8  # groups of heads that are checked: some are enough, from the first to the last
@@ -40,11 +39,11 @@ Part = tuple[slice, slice, slice]
 
 
 def unmeasured(spec: AttentionSpec) -> str:
-  """Return why an attention cannot be measured from its spec alone; "" if it can."""
+  """Return why an attention cannot be measured from its spec alone, as a clause; "" if it can."""
   if lacking := [name for name in spec.features if name not in MADE]:
-    return f"{', '.join(lacking)}: what its Tensors hold decides the time"
+    return f"with {', '.join(lacking)} the time depends on what Tensors hold"
   if spec.dropout_p or not all(x.options() for x in spec.masks):
-    return "its masks or dropout"
+    return "no inputs are made for its masks or dropout"
   if any(x.expr.startswith("_") for x in spec.variables):
     return "its position depends on the device"
   return "its lengths are made of several Variables" if _bound(spec) is None else ""
@@ -95,12 +94,10 @@ class Trial:
 
   def runner(self, launches: tuple[Launch, ...]) -> Runner:
     """Set up a candidate, replayed by TinyJit."""
-    times = max(1, round(repeats(self.spec, MOST, self.device) / (COST if self.backward else 1)))
+    times = max(1, round(repeats(self.spec, MOST, self.device) / (GRADIENT_COST if self.backward else 1)))
     outputs = {
-      x.name: [self.outputs.setdefault(x, Tensor.empty(*x.shape, dtype=x.dtype, device=self.device))]
-      for launch in (launches if self.backward else stages(launches[0])[-1:])
-      for x in launch.buffers()
-      if x.name in launch.kernel.outputs
+      name: [self.outputs.setdefault(x, Tensor.empty(*x.shape, dtype=x.dtype, device=self.device))]
+      for name, x in outputs_of(launches if self.backward else stages(launches[0])[-1:]).items()
     }
 
     def compute(*variables: UOp) -> list[Tensor]:
@@ -271,14 +268,6 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
   if x.dtype == dtypes.int8:
     return random.integers(-127, 128, x.shape).astype(np.float32)
   return random.random(x.shape) < 0.8 if x.dtype == dtypes.bool else normal(x.shape, x.dtype, random, device)
-
-
-def four_bits(shape: tuple[int, ...], random: np.random.Generator) -> Array:
-  """Return bytes of rows of 4 bits: any elements, and scales of groups from 1/4 to 4."""
-  first = elements_in(shape[-1]) // 2
-  rows = random.integers(0, 256, shape)
-  rows[..., first:] = random.integers(0x28, 0x48, rows[..., first:].shape)  # fp8e4m3
-  return rows.astype(np.float32)
 
 
 def _bound(spec: AttentionSpec) -> dict[UOp, int] | None:
