@@ -4,6 +4,7 @@ On sm_90 `hopper_forward` serves head sizes that are multiples of 8 up to 256; `
 """
 
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,7 +16,7 @@ import uopattn.emulator as emulator
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import MAX_THREADS, Target, lds_limit
 from uopattn.kernels import cuda_forward, hopper_forward
-from uopattn.plan.dispatch import NoKernel, dispatch
+from uopattn.plan.dispatch import NoKernel, dispatch, dispatch_backward
 from uopattn.plan.target import target_of
 from uopattn.plan.tiles import cuda, hopper
 from uopattn.spec.spec import AttentionSpec
@@ -116,6 +117,42 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
     assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)
     assert launch.tiles.threads <= MAX_THREADS
     assert launch.tiles.block_m // 2 < max(length, 64)
+
+
+def sizes_of(cell: str) -> set[int]:
+  """The head sizes, in multiples of 8, that a cell such as "up to 320, 344-352, 384" names."""
+  found = set[int]()
+  for part in "" if cell == "none" else cell.split(", "):
+    ends = [int(x) for x in part.replace("up to ", "8-").split("-")]
+    found |= set(range(ends[0], ends[-1] + 1, 8))
+  return found
+
+
+def of_cuda(spec: AttentionSpec, target: Target, of: str) -> bool:
+  """Whether matrix units serve it, for gradients without P and dS in memory."""
+  try:
+    launches = (dispatch(spec, target),) if of == "forward" else dispatch_backward(spec, target)
+  except NoKernel:
+    return False
+  others = "cuda_wide_backward", "generic_wide_backward", "generic_forward"
+  return all(x.schedule.name not in others for x in launches)
+
+
+def test_the_readme_names_the_head_sizes() -> None:
+  lines = Path(__file__).parents[2].joinpath("kernels/README.md").read_text().splitlines()
+  start = next(i for i, line in enumerate(lines) if line.startswith("| head sizes | sm_75"))
+  header, _, *rows = ([x.strip() for x in line.strip("|").split("|")] for line in lines[start : start + 6])
+  for row, *cells in rows:
+    of, bits = row.split(", ")
+    dtype = dtypes.float32 if bits == "float32" else HALF
+    for arches, cell in zip(header[1:], cells, strict=True):
+      named = sizes_of(cell)
+      beside = {x for size in named for x in (size - 8, size + 8)} - named  # gaps and the end
+      edges = {x for x in named if {x - 8, x + 8} - named}
+      for D in {*beside, *edges, 8 * (not named)} - {0}:
+        spec = AttentionSpec(1, 8, 8, 1024, 1024, D, D, dtype, 0.1)
+        for arch in arches.split(", "):
+          assert of_cuda(spec, Target("CUDA", arch), of) == (D in named), (row, arch, D)
 
 
 T = cuda_forward.Tiles
