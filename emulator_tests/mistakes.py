@@ -18,7 +18,7 @@ from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.gpu.thread_grid import ThreadGrid
-from uopattn.dsl.instructions import Cpu, Cuda, Dialect
+from uopattn.dsl.instructions import Amx, Cpu, Cuda, Dialect
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
@@ -573,7 +573,7 @@ def other_unit(right: Phase) -> Phase:
 
 
 def second_group_is_the_first(right: Phase) -> Phase:
-  return lambda to, source, strides, *after: right(to, source, (strides[0], strides[1] * 0), *after)
+  return lambda self, to, source, to_stride, stride, *after: right(self, to, source, to_stride, stride * 0, *after)
 
 
 def steps_left_out(right: Phase) -> Phase:
@@ -586,7 +586,7 @@ AMX = {
   "no causal mask on the diagonal": Mistake(amx_forward, "row_maxima", groups_not_masked, {"is_causal": True}),
   "last tile counted twice": Mistake(amx_forward, "row_maxima", groups_not_masked),
   "mask one key late": Mistake(amx_forward, "row_maxima", groups_masked_late, {"is_causal": True}),
-  "rows not transposed": Mistake(amx_operands, "transpose", second_group_is_the_first),
+  "rows not transposed": Mistake(Amx, "transpose", second_group_is_the_first),
   "steps left out": Mistake(amx_operands, "mma_block", steps_left_out),
 }
 

@@ -17,7 +17,7 @@ from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads, RowStats
 from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.gpu.thread_grid import ThreadGrid
-from uopattn.dsl.instructions import Cuda
+from uopattn.dsl.instructions import Amx, Cuda
 from uopattn.dsl.nvidia import mma
 from uopattn.dsl.nvidia.mma_layout import Epilogue
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -147,7 +147,7 @@ def steps_left_out(right: Phase) -> Phase:
 
 
 def queries_in_pairs(right: Phase) -> Phase:
-  return lambda *arguments: right(*arguments[:7], True, *arguments[8:])
+  return lambda self, *given: right(self, *given[:7], True, *given[8:])
 
 
 def rows_reversed(right: Phase) -> Phase:
@@ -218,7 +218,7 @@ MISTAKES: dict[str, Mistake] = {
   ),
   "dq of the last tile only": Mistake(begun_anew_in_memory, {"cpu": (cpu_backward, "multiply_ds_k")}),
   "steps left out": Mistake(steps_left_out, {"amx": (amx_backward, "mma_block")}),
-  "queries of P and dS in pairs": Mistake(queries_in_pairs, {"amx": (amx_backward, "pack")}),
+  "queries of P and dS in pairs": Mistake(queries_in_pairs, {"amx": (Amx, "pack")}),
   "sums not cleared": Mistake(lambda right: lambda s, x, item: x, dict.fromkeys(CPUS, (gradients, "clear"))),
   "the mask of the group's first head for all": Mistake(
     first_of_the_group, dict.fromkeys(GPUS, (QueryHeads, "of")), {"mask_mod": banded}

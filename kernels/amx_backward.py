@@ -25,24 +25,26 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
 from uopattn.dsl import Scope, make_kernel, sizes
-from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP, pack, tile_config, tile_release
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
   GROUPS,
   PARTS,
   PRODUCTS,
   LeftOperand,
+  Placed,
   check_tiles,
   filled,
   load_lanes,
   load_pairs,
-  load_rows,
+  load_parts,
   mma,
   mma_block,
-  store_rows,
+  store_accumulators,
   transpose_pairs,
 )
 from uopattn.dsl.cpu.gradients import Gradients, load_row_sums, open_blocks
+from uopattn.dsl.instructions import AMX
+from uopattn.dsl.instructions.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, BackwardInputs, Kernel, Schedule
@@ -85,29 +87,29 @@ def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules,
   block_m, block_n, parts = tiles.block_m, tiles.block_n, PARTS[q.dtype]
   s = Scope()
   block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.splits)
-  outer, config, item = block.axes, tile_config(*block.axes), block.item
+  outer, config, item = block.axes, AMX.tile_config(*block.axes), block.item
   queries, grads = (HeadView.of(x, block.head, block.end) for x in (q, do))
-  q_t, do_t = (load_lanes(s, x, block.row, block_m, parts, outer) for x in (queries, grads))
+  q_t, do_t = (load_lanes(s, x, block.top, block_m, parts, outer) for x in (queries, grads))
   width, dv_width = (round_up(x, STEP) for x in (Dk, Dv))
 
   def operand(dtype: DType, rows: int, width: int) -> UOp:
     return filled(s, 0, dtype, parts, rows, width, within=outer)
 
   q_pairs, do_pairs = (
-    load_pairs(s, operand(dtypes.uint, block_m // PAIR, size), x, block.row, x.length, *outer)
+    load_pairs(s, operand(dtypes.uint, block_m // PAIR, size), x, block.top, x.length, *outer)
     for x, size in ((queries, width), (grads, dv_width))
   )
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, rules)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, rules)
   dq_t = filled(s, 0.0, dtypes.float, block_m // LANES, width, LANES, within=outer)
   k_rows, v_rows = (operand(dtypes.ushort, block_n, size) for size in (width, dv_width))
   k_pairs = operand(dtypes.uint, block_n // PAIR, width)
 
-  key_tiles = block.key_tiles(rules, block_m, block_n)
+  key_tiles = block.key_tiles(rules, block_n)
   loop = key_tiles.loop(s, *outer, busy=block.busy)
   tile = key_tiles.at(loop.index)
-  keys, values = (HeadView.of(x, block.kv_head, key_tiles.rules.length) for x in (k, v))
-  k_rows = load_rows(s, k_rows, 0, parts, keys, tile.first, tile.length, *loop.axes)
-  v_rows = load_rows(s, v_rows, 0, parts, values, tile.first, tile.length, *loop.axes)
+  keys, values = (tile.rules.keys(x, kv_head=block.kv_head) for x in (k, v))
+  k_rows = load_parts(s, k_rows, 0, parts, keys, tile.first, tile.length, *loop.axes)
+  v_rows = load_parts(s, v_rows, 0, parts, values, tile.first, tile.length, *loop.axes)
   k_t = s.buffer(parts, block_n // STEP, width, LANES, dtype=dtypes.uint)
   k_pairs = load_pairs(s, k_pairs, keys, tile.first, tile.length, *loop.axes)
   k_t = transpose_pairs(s, k_t, 0, k_pairs, *loop.axes)
@@ -118,7 +120,7 @@ def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules,
   qk = qk.after(mma(s, LeftOperand.rows(k_rows), q_t, g, qk, 0, GROUPS, products, *inside, config))
   # After it, as the two share tiles.
   dp = dp.after(mma(s, LeftOperand.rows(v_rows), do_t, g, dp, 0, GROUPS, products, *inside, qk))
-  p, ds = recompute(s, qk, dp, Gradients(tile, block.row, lse_i, delta_i), g * GROUPS)
+  p, ds = recompute(s, qk, dp, Gradients(tile, block, lse_i, delta_i), g * GROUPS)
   p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
   packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)
   dq_old = dq_t.after(*inside)
@@ -127,8 +129,8 @@ def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules,
   dk_end = add_product(s, dk, item, tile.first, ds_rows.after(dv_end), q_pairs, *loop.axes)
   end = loop.end(dk_end)
 
-  store = store_rows(s, dq, block.head, block.row, block.end, dq_t.after(end))
-  return make_kernel(inputs.kernel_name("", rules), outer, store, tile_release(end))
+  store = store_accumulators(s, dq, block.head, block.top, block.end, dq_t.after(end))
+  return make_kernel(inputs.kernel_name("", rules), outer, store, AMX.tile_release(end))
 
 
 def recompute(s: Scope, qk: UOp, dp: UOp, gradients: Gradients, group: UOp) -> tuple[UOp, UOp]:
@@ -155,10 +157,11 @@ def pack_gradients(
   done: tuple[UOp, ...] = (*inside, p, ds)
   for to, x in ((p_rows, p), (ds_rows, ds)):
     place, part_bytes = to.after(*inside)[0, g, 0, 0], pairs * block_n * ROW_BYTES
-    done = (pack(place, x[0, 0, 0], x[1, 0, 0], ROW_BYTES, block_n, part_bytes, parts, False, *done),)
+    done = (AMX.pack(place, x[0, 0, 0], x[1, 0, 0], ROW_BYTES, block_n, part_bytes, parts, False, *done),)
   for j in range(GROUPS):
-    place, part_bytes = ds_pairs.after(*inside)[j, 0, 0, 0], block_n // PAIR * ROW_BYTES
-    done = (pack(place, ds[j, 0, 0], ds[j, 1, 0], PAIR * ROW_BYTES, block_n // PAIR, part_bytes, parts, True, *done),)
+    place, a, b = ds_pairs.after(*inside)[j, 0, 0, 0], ds[j, 0, 0], ds[j, 1, 0]
+    count, part_bytes = block_n // PAIR, block_n // PAIR * ROW_BYTES
+    done = (AMX.pack(place, a, b, PAIR * ROW_BYTES, count, part_bytes, parts, True, *done),)
   return done[0], ds_pairs.after(*done)
 
 
@@ -171,8 +174,8 @@ def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp
     s,
     LeftOperand.transposed(left),
     n * BLOCK,
-    (lambda j, step, part: right[part, step * LANES, c * BLOCK + j * LANES], width * 4),
-    (lambda i, j: sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES], width * 4),
+    Placed(lambda j, step, part: right[part, step * LANES, c * BLOCK + j * LANES], width * 4),
+    Placed(lambda i, j: sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES], width * 4),
     PRODUCTS[parts],
     *within,
     n,

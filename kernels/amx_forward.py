@@ -6,7 +6,7 @@ and for each tile over its units of one or two groups of 16 query rows, one quer
     m, l, P^T                   (16,) and (block_n, 16)   online softmax without reductions across lanes
     O^T = O^T alpha + V^T P^T   (Dv, 16)
 K, row by row, and V^T are left operands (A) of tile products, Q^T and P^T right ones (B), in pairs; see
-`uopattn.dsl.cpu.amx`.
+`uopattn.dsl.instructions.amx`.
 
 Under a causal mask the loop over units begins at the first one with a query that sees a key of the tile.
 
@@ -46,7 +46,6 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, clamp, least, make_kernel, sizes
-from uopattn.dsl.cpu.amx import LANES, PAIR, STEP, tile_config, tile_release
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
   PARTS,
@@ -59,15 +58,16 @@ from uopattn.dsl.cpu.amx_operands import (
   gaps,
   load_lanes,
   load_pairs,
-  load_rows,
+  load_parts,
   mma,
   nothing,
-  store_rows,
+  store_accumulators,
   transpose_pairs,
 )
 from uopattn.dsl.cpu.amx_softmax import Weighing, key_bounds, rescale, row_maxima, update_maxima
 from uopattn.dsl.cpu.mainloop import KeyRows, KeyTile, KeyTiles, QueryBlock
-from uopattn.dsl.instructions import CPU
+from uopattn.dsl.instructions import AMX, CPU
+from uopattn.dsl.instructions.amx import LANES, PAIR, STEP
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST, Scaling
@@ -119,55 +119,59 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   (_, M, Dk), (results, _, Dv), N = sizes(q), sizes(o), rules.N
   s = Scope()
   queries = QueryBlock.open(s, q, o, rules, tiles.block_m, tiles.blocks_per_call)
-  block, outer, config = Block.of(s, q, Dv, queries, tiles, lse is not None), queries.axes, tile_config(*queries.axes)
-  n_tiles, units, groups = block.key_tiles.key_range.n_tiles, block.units, tiles.groups
+  storage, outer, config = (
+    Storage.of(s, q, Dv, queries, tiles, lse is not None),
+    queries.axes,
+    AMX.tile_config(*queries.axes),
+  )
+  n_tiles, units, groups = storage.key_tiles.key_range.n_tiles, storage.units, tiles.groups
 
-  loop, prologue = block.key_tiles.loop(s, *outer), config
-  if block.overlaps:
+  loop, prologue = storage.key_tiles.loop(s, *outer), config
+  if storage.overlaps:
     last = n_tiles - 1  # the loop counts down
-    keys = block.keys(k, block.load_keys(k, last, *outer), last)
-    prologue = block.multiply_qk(keys, block.first_unit(last), slot_of(0, last, units), *outer, config)
-  tile, stage = block.key_tiles.at(loop.index).with_pages(s, loop.axes), loop.index % block.stages
-  v_tile = block.load_values(v, tile, stage, *loop.axes)
+    keys = storage.keys(k, storage.load_keys(k, last, *outer), last)
+    prologue = storage.multiply_qk(keys, storage.first_unit(last), slot_of(0, last, units), *outer, config)
+  tile, stage = storage.key_tiles.at(loop.index).with_pages(s, loop.axes), loop.index % storage.stages
+  v_tile = storage.load_values(v, tile, stage, *loop.axes)
   # Q K^T is a unit ahead, so that the last unit of a tile needs the next tile.
-  following = clamp(loop.index - (block.stages - 1), 0, block.key_tiles.count - 1)
-  k_tiles = block.load_keys(k, following, *loop.axes, prologue)
-  unit, first_unit = s.axis(units), block.first_unit(loop.index)
+  following = clamp(loop.index - (storage.stages - 1), 0, storage.key_tiles.count - 1)
+  k_tiles = storage.load_keys(k, following, *loop.axes, prologue)
+  unit, first_unit = s.axis(units), storage.first_unit(loop.index)
   inside, slot = (*loop.axes, unit, prologue), slot_of(unit, loop.index, units)
   if isinstance(first_unit, UOp):
     inside = *loop.axes, unit, CPU.skip_trip(unit < first_unit, *inside)
-  if not block.overlaps:
-    keys, ahead = block.keys(k, k_tiles, loop.index), block.prefetch(k, loop.index)
-    inside = *inside, block.multiply_qk(keys, unit, slot, *inside, between=ahead)
-  acc, l_i = block.acc.after(*inside), block.l_i.after(*inside)
-  weighing, done = softmax(block, tile, unit, slot, inside)
-  if block.overlaps:
-    keys = block.keys(k, k_tiles, unit.eq(units - 1).where(following, loop.index))
-    firsts = first_unit, block.first_unit(following)
-    end = multiply_and_weigh(block, acc, unit, weighing, keys, v_tile, stage, firsts, done)
+  if not storage.overlaps:
+    keys, ahead = storage.keys(k, k_tiles, loop.index), storage.prefetch(k, loop.index)
+    inside = *inside, storage.multiply_qk(keys, unit, slot, *inside, between=ahead)
+  acc, l_i = storage.acc.after(*inside), storage.l_i.after(*inside)
+  weighing, done = softmax(storage, tile, unit, slot, inside)
+  if storage.overlaps:
+    keys = storage.keys(k, k_tiles, unit.eq(units - 1).where(following, loop.index))
+    firsts = first_unit, storage.first_unit(following)
+    end = multiply_and_weigh(storage, acc, unit, weighing, keys, v_tile, stage, firsts, done)
   else:
-    weighed, ahead = weighing.rows(0, tiles.block_n, *done), block.prefetch(v, loop.index)
-    end = block.multiply_pv(acc, v_tile, 0, unit, slot, *weighed, between=ahead)
+    weighed, ahead = weighing.rows(0, tiles.block_n, *done), storage.prefetch(v, loop.index)
+    end = storage.multiply_pv(acc, v_tile, 0, unit, slot, *weighed, between=ahead)
   j, m = s.axis(groups), s.axis(LANES)
   l_new = l_i.after(end)[unit * groups + j, m]
   end = loop.end(l_new.store(l_new.load() + weighing.sums.after(end)[j, m].load()).end(j, m).end(unit))
-  if block.overlaps:
-    end = block.multiply_pv(block.acc.after(end), block.v_tiles, 0, units - 1, slot_of(units - 1, 0, units), end)
+  if storage.overlaps:
+    end = storage.multiply_pv(storage.acc.after(end), storage.v_tiles, 0, units - 1, slot_of(units - 1, 0, units), end)
 
-  acc, m_i, l_i = (x.after(end) for x in (block.acc, block.m_i, block.l_i))
+  acc, m_i, l_i = (x.after(end) for x in (storage.acc, storage.m_i, storage.l_i))
 
   def store(factor: UOp) -> UOp:
-    return store_rows(s, o, queries.result, queries.top, UOp.const(M), acc, factor)
+    return store_accumulators(s, o, queries.result, queries.top, UOp.const(M), acc, factor)
 
   m_i, l_i = (x.reshape(tiles.block_m) for x in (m_i, l_i))
-  stores = queries.epilogue(s, lse, m_i, l_i, block.scaling, tiles.block_m, store)
+  stores = queries.epilogue(s, lse, m_i, l_i, storage.scaling, tiles.block_m, store)
   name = f"attention_{results}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return make_kernel(name, outer, *stores, tile_release(end))
+  return make_kernel(name, outer, *stores, AMX.tile_release(end))
 
 
 @dataclass(frozen=True)
-class Block:
-  """A block of query rows, and its storage.
+class Storage:
+  """The storage of a block of query rows, and what is computed there.
 
   Attributes:
     s: where it is made.
@@ -202,7 +206,7 @@ class Block:
   scores: UOp
 
   @classmethod
-  def of(cls, s: Scope, q: UOp, Dv: int, queries: QueryBlock, tiles: Tiles, has_lse: bool) -> "Block":
+  def of(cls, s: Scope, q: UOp, Dv: int, queries: QueryBlock, tiles: Tiles, has_lse: bool) -> "Storage":
     """Load the queries, and allocate the rest."""
     (_, M, Dk), parts, block_n, outer = sizes(q), PARTS[q.dtype], tiles.block_n, queries.axes
     q_t = load_lanes(s, HeadView.of(q, queries.head, UOp.const(M)), queries.top, tiles.block_m, parts, outer)
@@ -267,9 +271,9 @@ class Block:
     if self._in_place(k):
       return self.k_tiles
     tile = self.key_tiles.at(position).with_pages(self.s, axes)
-    first = tile.first.cast(dtypes.long)  # of sums with constants in 32 bits clang makes no vector loads
+    first = tile.first.cast(dtypes.long)  # clang makes no vector loads from sums with constants in 32 bits
     at = position % self.stages * self.parts
-    return load_rows(self.s, self.k_tiles, at, self.parts, tile.rules.keys(k), first, tile.length, *axes)
+    return load_parts(self.s, self.k_tiles, at, self.parts, tile.rules.keys(k), first, tile.length, *axes)
 
   def keys(self, k: UOp, k_tiles: UOp, position: UOp) -> LeftOperand:
     """The keys of the tile at a position as left operands; `k_tiles` are those that `load_keys` returned."""
@@ -323,16 +327,16 @@ def slot_of(unit: UOp | int, index: UOp | int, units: int) -> UOp | int:
 
 
 def softmax(
-  block: Block, tile: KeyTile, unit: UOp, slot: UOp | int, inside: tuple[UOp, ...]
+  storage: Storage, tile: KeyTile, unit: UOp, slot: UOp | int, inside: tuple[UOp, ...]
 ) -> tuple[Weighing, tuple[UOp, ...]]:
   """The online softmax of a unit up to the weights: masks, m_i and l_i, and what rescales O^T.
 
   Returns:
     The weights, yet to be computed, and the statements that come before them.
   """
-  s, rules, scaling, groups = block.s, tile.rules, block.scaling, block.groups
-  acc, m_i, l_i = (x.after(*inside) for x in (block.acc, block.m_i, block.l_i))
-  group, top = unit * groups, block.queries.top
+  s, rules, scaling, groups = storage.s, tile.rules, storage.scaling, storage.groups
+  acc, m_i, l_i = (x.after(*inside) for x in (storage.acc, storage.m_i, storage.l_i))
+  group, top = unit * groups, storage.queries.top
   low, high = key_bounds(s, tile, top + group * LANES, groups, inside)
 
   def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
@@ -346,16 +350,26 @@ def softmax(
     x = rules.apply_score_mods(x, query, key)
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
 
-  seen, at, highest = row_maxima(s, block.scores.after(*inside), slot, groups, score, inside)
+  seen, at, highest = row_maxima(s, storage.scores.after(*inside), slot, groups, score, inside)
   shift, factor, alpha = update_maxima(s, m_i, l_i, group, highest, scaling, inside)
   rescaled = rescale(s, acc, group, alpha, shift)
   l_tile = s.assign(s.buffer(groups, LANES), lambda j, m: 0.0, within=inside)  # its own sum: a long one loses digits
-  fields = block.weights.after(*inside), slot, seen, at, shift, l_tile, factor, scaling.subtracts, block.degree
-  return Weighing(*fields), (*inside, seen, rescaled, l_tile)
+  weighing = Weighing(
+    weights=storage.weights.after(*inside),
+    slot=slot,
+    scores=seen,
+    at=at,
+    shift=shift,
+    sums=l_tile,
+    factor=factor,
+    subtracts=scaling.subtracts,
+    degree=storage.degree,
+  )
+  return weighing, (*inside, seen, rescaled, l_tile)
 
 
 def multiply_and_weigh(
-  block: Block,
+  storage: Storage,
   acc: UOp,
   unit: UOp,
   weighing: Weighing,
@@ -370,17 +384,17 @@ def multiply_and_weigh(
   Args:
     firsts: the first unit of this tile and of the next one.
   """
-  block_n, groups, units, other = block.key_tiles.size, block.groups, block.units, 1 - weighing.slot
+  block_n, groups, units, other = storage.key_tiles.size, storage.groups, storage.units, 1 - weighing.slot
   _, steps, width, _ = sizes(v_tile)
   counts = [gaps(block_n, keys.steps, groups), gaps(width, steps, groups)]
   rows = weighing.rows_per_gap(counts)
   weighed = [rows[0] * counts[0] // groups, rows[1] * counts[1] // groups]
   following, between = unit.eq(units - 1).where(firsts[1], unit + 1), weighing.between(0, rows[0])
-  end = block.multiply_qk(keys, following, other, *done, between=between)
+  end = storage.multiply_qk(keys, following, other, *done, between=between)
   is_first = unit.eq(firsts[0])
-  previous, at = is_first.where(units - 1, unit - 1), is_first.where(1 - stage, stage) * block.parts
+  previous, at = is_first.where(units - 1, unit - 1), is_first.where(1 - stage, stage) * storage.parts
   between = weighing.between(weighed[0], rows[1])
-  end = block.multiply_pv(acc, v_tile, at, previous, other, end, between=between)
+  end = storage.multiply_pv(acc, v_tile, at, previous, other, end, between=between)
   (end,) = weighing.rows(sum(weighed), block_n - sum(weighed), end)
   return end
 

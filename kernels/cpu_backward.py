@@ -105,16 +105,16 @@ def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules,
     block = block.of_sequences(rules.pages)
     read = block.if_any(rules.at(block.head).length)
 
-  q_rows, do_rows = (load_rows(s, x, read, block_m, tiles.lanes) for x in (q, do))  # (block_m, D)
+  q_rows, do_rows = (load_rows(s, x, read, tiles.lanes) for x in (q, do))  # (block_m, D)
   q_t, do_t = (transpose(s, x, D, block.axes) for x, D in ((q_rows, Dk), (do_rows, Dv)))  # (D, block_m)
-  lse_i, delta_i = load_row_sums(s, lse, delta, read, block_m, rules)
+  lse_i, delta_i = load_row_sums(s, lse, delta, read, rules)
   dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=block.axes)
 
-  keys = block.key_tiles(rules, block_m, block_n)
+  keys = block.key_tiles(rules, block_n)
   loop = keys.loop(s, *block.axes, busy=block.busy)
-  tile = keys.at(loop.index).with_pages(s, loop.axes).with_mask(s, block.row, block_m, loop.axes)
+  tile = keys.at(loop.index).with_pages(s, loop.axes).with_mask(s, block.top, block_m, loop.axes)
   k_tile, v_tile = (load_tile(s, tile.rules.keys(x, kv_head=block.kv_head), tile, loop.axes) for x in (k, v))
-  p, ds = recompute(s, k_tile, v_tile, q_t, do_t, Gradients(tile, block.row, lse_i, delta_i), tiles, loop)
+  p, ds = recompute(s, k_tile, v_tile, q_t, do_t, Gradients(tile, block, lse_i, delta_i), tiles, loop)
   add = add_product if rules.pages is None else add_to_chosen
   dv_end, dk_end = (add(s, *x, block, tile, tiles, loop) for x in ((dv, p, do_rows), (dk, ds, q_rows)))
   dq_end = multiply_ds_k(s, dq_t, k_tile, ds, tiles, loop)
@@ -225,7 +225,7 @@ def store_rows(s: Scope, dq: UOp, block: Block, dq_t: UOp) -> UOp:
   """Store the gradient of the block's queries."""
   (Dk, block_m), M = sizes(dq_t), sizes(dq)[1]
   d, m = s.axis(Dk), s.axis(min(block_m, M))  # the other lanes are past M in every block
-  place = gated(dq, block.exists(m), block.head, block.row + m, d)
+  place = gated(dq, block.exists(m), block.head, block.row(m), d)
   return place.store(dq_t[d, m].cast(dq.dtype)).end(d, m)
 
 

@@ -21,7 +21,6 @@ from uopattn.dsl import Loop, Scope, gated, make_kernel
 from uopattn.dsl.cpu.gradients import Block, Gradients, each_score, load_row_sums, load_rows, transpose
 from uopattn.dsl.cpu.mainloop import KeyTile, load_tile
 from uopattn.dsl.rules.bias import BiasWork, Item, Places
-from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Kernel, Schedule
 from uopattn.dsl.scope import clamp, least
@@ -63,15 +62,15 @@ def backward_bias(
   at = work.at(item, trips.index)
   start = UOp.const(0) if first is None else clamp(first[0].load().cast(dtypes.weakint), 0, M - 1)
   end = at.exists.where(least([UOp.const(M), start + work.M]), 0)
-  block = Block(trips.axes, at.head // (heads // kv_heads), at.head, start + at.row, end, at.exists)
+  kv_head = at.head // (heads // kv_heads)
+  block = Block(trips.axes, kv_head, at.head, start + at.row, tiles.block_m, end, at.exists)
   loop, tile = _keys(s, rules, block, at, tiles)
-  tile = tile.with_mask(s, block.row, tiles.block_m, loop.axes)
+  tile = tile.with_mask(s, block.top, tiles.block_m, loop.axes)
 
   q_t, do_t = (_transposed(s, x, D, block, tiles) for x, D in ((q, Dk), (do, Dv)))
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, tiles.block_m, rules)
-  keys = [HeadView.of(x, block.kv_head, tile.rules.length) for x in (k, v)]
-  k_tile, v_tile = (load_tile(s, x, tile, loop.axes) for x in keys)
-  gradients, old = Gradients(tile, block.row, lse_i, delta_i), acc.after(*loop.axes)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, rules)
+  k_tile, v_tile = (load_tile(s, tile.rules.keys(x, kv_head=kv_head), tile, loop.axes) for x in (k, v))
+  gradients, old = Gradients(tile, block, lse_i, delta_i), acc.after(*loop.axes)
 
   def add(qk: UOp, dp: UOp, n: UOp, m: UOp) -> list[UOp]:
     return [old[n, m].store(old[n, m].load() + gradients.of_bias(qk, dp, n, m))]
@@ -84,7 +83,7 @@ def backward_bias(
 def _keys(s: Scope, rules: Rules, block: Block, at: Item, tiles: Tiles) -> tuple[Loop, KeyTile]:
   """The loop over the tiles of keys of a trip, and its tile: the one of its elements, or all that the block sees."""
   if at.tile is None:
-    keys = block.key_tiles(rules, tiles.block_m, tiles.block_n)
+    keys = block.key_tiles(rules, tiles.block_n)
     loop = keys.loop(s, *block.axes, busy=block.busy)
     return loop, keys.at(loop.index)
   first = at.tile * tiles.block_n
@@ -94,7 +93,7 @@ def _keys(s: Scope, rules: Rules, block: Block, at: Item, tiles: Tiles) -> tuple
 
 def _transposed(s: Scope, x: UOp, D: int, block: Block, tiles: Tiles) -> UOp:
   """The block's rows of q or dO, transposed, (D, block_m)."""
-  return transpose(s, load_rows(s, x, block, tiles.block_m, tiles.lanes), D, block.axes)
+  return transpose(s, load_rows(s, x, block, tiles.lanes), D, block.axes)
 
 
 def _store(s: Scope, dbias: UOp, work: BiasWork, item: UOp, acc: UOp) -> UOp:

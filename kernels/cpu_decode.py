@@ -57,10 +57,10 @@ class Tiles:
     unroll_m: rows whose accumulators are in registers at once.
     unroll_n: keys whose accumulators are in registers at once.
     unroll_d: vectors of value columns whose accumulators are in registers at once.
-    lanes: float32 elements per vector, a power of two.
+    lanes: float32 elements per vector: 4, 8 or 16.
     blocks_per_call: blocks per call of the kernel; a divisor of kv_heads * ceil(rows / block_m).
     pairs: whether bfloat16 products are added in pairs; see `fits_pairs`.
-    again: whether each line is prefetched again shortly before its use.
+    one_prefetch: whether each line is prefetched once, and not again shortly before its use.
   """
 
   block_m: int
@@ -71,16 +71,16 @@ class Tiles:
   lanes: int
   blocks_per_call: int = 1
   pairs: bool = False
-  again: bool = True
+  one_prefetch: bool = False
 
   def __post_init__(self) -> None:
     for name, value in asdict(self).items():
-      if name not in ("pairs", "again") and value < 1:
+      if name not in ("pairs", "one_prefetch") and value < 1:
         raise ValueError(f"Tiles.{name}={value}: must be at least 1")
     if self.block_m % self.unroll_m:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of unroll_m={self.unroll_m}")
-    if self.lanes & (self.lanes - 1):
-      raise ValueError(f"Tiles.lanes={self.lanes}: must be a power of two")
+    if self.lanes not in (4, 8, 16):
+      raise ValueError(f"Tiles.lanes={self.lanes}: must be 4, 8 or 16")
 
   def stack_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of Q, O and l, of a tile's scores in their stages, and of a strip's accumulators and their folds."""
@@ -147,7 +147,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 def load_queries(s: Scope, q: UOp, block: QueryBlock, pre: float, tiles: Tiles) -> UOp:
   """Load the block's rows of Q, (block_m, Dk): in float32 times `pre`, or with `tiles.pairs` as bfloat16."""
-  view = HeadView.of(q, block.head, UOp.const(block.M))
+  view = HeadView.of(q, block.head, UOp.const(block.end))
 
   def element(r: UOp, d: UOp) -> UOp:
     x = view.element(block.row(r), d)
@@ -190,7 +190,7 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
         part = (key * row_strips + row_strip * keys) * chunks_in_all + (chunks_before + i) * keys
         parts = block_n * row_strips * chunks_in_all
         share = (block_n, part, keys, parts, (*inner, i))
-        return [v.prefetch(s, *share), *([k.prefetch(s, *share, ahead=AHEAD)] if tiles.again else [])]
+        return [v.prefetch(s, *share), *([] if tiles.one_prefetch else [k.prefetch(s, *share, ahead=AHEAD)])]
 
       def dots(before: UOp, i: UOp) -> list[UOp]:
         d = begin + i * width
@@ -207,8 +207,6 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
 
 def sum_lanes(s: Scope, x: UOp, within: tuple[UOp, ...]) -> UOp:
   """Sum the lanes of each row of x, whose rows are vectors in registers: a `fold` with cheaper shuffles."""
-  if sizes(x)[1] not in (4, 8, 16):  # no machine has such vectors
-    return fold(s, x, UOp.__add__, within)
   # First within groups of four lanes, then between them, so that the sums end up in the order of the rows.
   levels = [CPU.add_pairs, CPU.add_pairs, CPU.add_quads, CPU.add_quads][: sizes(x)[1].bit_length() - 1]
   for add in levels:
@@ -308,7 +306,7 @@ def multiply_pv(
       part = ((before_it + strip) * row_strips + row_strip) * block_n + i * keys
       parts = strips_in_all * row_strips * block_n
       share = (block_n, part, keys, parts, (*inner, i))
-      return [k_next.prefetch(s, *share), *([v.prefetch(s, *share, ahead=AHEAD)] if tiles.again else [])]
+      return [k_next.prefetch(s, *share), *([] if tiles.one_prefetch else [v.prefetch(s, *share, ahead=AHEAD)])]
 
     def dots(before: UOp, i: UOp) -> list[UOp]:
       n = i * 2

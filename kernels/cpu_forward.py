@@ -110,7 +110,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 def load_query(q: UOp, block: QueryBlock, m: UOp, d: UOp) -> UOp:
   """Load element d of the block's row m as float32; 0 past the last row."""
-  rows, inside = HeadView.of(q, block.head, UOp.const(block.M)), block.exists(m)
+  rows, inside = HeadView.of(q, block.head, UOp.const(block.end)), block.exists(m)
   return inside.where(rows.element(block.row(m), d, inside).cast(dtypes.float), 0.0)
 
 

@@ -43,12 +43,11 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, sizes
+from uopattn.dsl import LOG2E, Scope, sizes
 from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, dropped, score_vjp, weights
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
-from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of

@@ -14,7 +14,6 @@ from tinygrad.dtype import float_to_fp8
 from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 
 import uopattn.emulator as emulator
-from uopattn.dsl.cpu import amx
 from uopattn.dsl.instruction import typed
 from uopattn.dsl.instructions import BY_TEXT, CPU, CUDA, HIP, INSTRUCTIONS, TURING
 from uopattn.dsl.nvidia import wgmma
@@ -308,9 +307,8 @@ def texts_of_products():
 
 
 def test_every_instruction_has_a_meaning_and_texts_of_its_own():
-  for table, by_text in ((INSTRUCTIONS, BY_TEXT), (amx.INSTRUCTIONS, amx.BY_TEXT)):
-    assert len(by_text) == sum(len({*i.texts.values()}) for i in table.values())
-  texts = [*BY_TEXT, *amx.BY_TEXT, *texts_of_products()]
+  assert len(BY_TEXT) == sum(len({*i.texts.values()}) for i in INSTRUCTIONS.values())
+  texts = [*BY_TEXT, *texts_of_products()]
   found = [instruction_of(text) for text in texts]
   assert {instruction.name for instruction in found if instruction is not None} == set(MEANINGS)
   assert None not in found

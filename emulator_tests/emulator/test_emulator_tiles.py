@@ -1,4 +1,4 @@
-"""The words of `uopattn.dsl.cpu.amx` on the emulator: what each does, and the mistakes that its checks find."""
+"""Instructions on matrix tiles (AMX) on the emulator: what each does, and the mistakes that its checks find."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,7 @@ from tinygrad import Context, Tensor, UOp
 from tinygrad.uop.ops import AxisType
 
 import uopattn.emulator as emulator
-from uopattn.dsl.cpu import amx
-from uopattn.dsl.instructions import CPU
+from uopattn.dsl.instructions import AMX, CPU
 
 RNG = np.random.default_rng(0)
 ITEMS = 3
@@ -35,15 +34,15 @@ def product(
     w = item()
     done: tuple[UOp, ...] = (w,)
     if configured:
-      done = (amx.tile_config(*done),)
+      done = (AMX.tile_config(*done),)
     if zeroed:
-      done = (amx.tile_zero(0, *done),)
-    done = (amx.tile_load(1, a[w * 512], stride, *done),)
-    done = (amx.tile_load(2, b[w * 512], 64, *done),)
-    done = (amx.tile_product(0, 1, 2, amx.tile_product(0, 1, 2, *done)),)
-    end = amx.tile_store(0, c[w * 256 + far], 64, *done)
+      done = (AMX.tile_zero(0, *done),)
+    done = (AMX.tile_load(1, a[w * 512], stride, *done),)
+    done = (AMX.tile_load(2, b[w * 512], 64, *done),)
+    done = (AMX.tile_product(0, 1, 2, AMX.tile_product(0, 1, 2, *done)),)
+    end = AMX.tile_store(0, c[w * 256 + far], 64, *done)
     return kernel(
-      f"tiles_{configured}{zeroed}{released}{stride}_{far}", [amx.tile_release(end) if released else end], w
+      f"tiles_{configured}{zeroed}{released}{stride}_{far}", [AMX.tile_release(end) if released else end], w
     )
 
   return body
@@ -83,10 +82,10 @@ def test_a_mistake_is_caught(changed: dict[str, Any], kind: type[Exception], say
 
 def test_operands_out_of_range() -> None:
   for call in (
-    lambda: amx.tile_zero(8),
-    lambda: amx.tile_product(0, 1, 9),
-    lambda: amx.tile_product(0, 1, 1),
-    lambda: amx.tile_load(-1, reg(0, 16)[0], 64),
+    lambda: AMX.tile_zero(8),
+    lambda: AMX.tile_product(0, 1, 9),
+    lambda: AMX.tile_product(0, 1, 1),
+    lambda: AMX.tile_load(-1, reg(0, 16)[0], 64),
   ):
     with pytest.raises(ValueError, match="tile"):
       call()
@@ -99,8 +98,8 @@ def test_rows_are_transposed_and_scaled() -> None:
     def fxn(o: UOp, x: UOp, y: UOp) -> UOp:
       w, i, s = item(), loop(rows * 32), reg(0, 16 * 32)
       filled = s.after(s.after(w)[i].store(x[w * 512 + i].load()).end(i))
-      done = amx.transpose(o[w * 512], filled[16], (128, 128), filled)
-      return kernel(f"transpose{rows}", [amx.scale_rows(o[w * 512], y[0], 1, done)], w)
+      done = AMX.transpose(o[w * 512], filled[16], 128, 128, filled)
+      return kernel(f"transpose{rows}", [AMX.scale_rows(o[w * 512], y[0], 1, done)], w)
 
     return fxn
 
@@ -124,7 +123,7 @@ def test_weights(parts: int, degree: int, error: float, subtracts: bool) -> None
 
   def body(o: UOp, l: UOp, x: UOp, shift: UOp, factor: UOp) -> UOp:
     w = item()
-    done = amx.weigh(
+    done = AMX.weigh(
       o[w * parts * rows * 8],
       x[w * rows * 16],
       shift[0],
@@ -174,7 +173,7 @@ def test_rows_packed(parts: int, in_pairs: bool) -> None:
   def body(o: UOp, x: UOp) -> UOp:
     w = item()
     place, a, b = o[w * parts * 64], x[w * 128], x[w * 128 + 64]
-    return kernel(f"pack{parts}{in_pairs}", [amx.pack(place, a, b, 64, 4, 128 * 2, parts, in_pairs, w)], w)
+    return kernel(f"pack{parts}{in_pairs}", [AMX.pack(place, a, b, 64, 4, 128 * 2, parts, in_pairs, w)], w)
 
   x = RNG.standard_normal((ITEMS, 2, 4, 16)).astype(np.float32)
   out = launch(body, np.zeros(ITEMS * parts * 64, np.uint32), x.ravel(), arch="amx")

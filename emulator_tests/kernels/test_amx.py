@@ -164,7 +164,7 @@ def test_units_ahead_of_the_keys(name: str, groups: int, monkeypatch: pytest.Mon
 
     computed()
     too_many = Mistake(
-      amx_forward.Block,
+      amx_forward.Storage,
       "first_unit",
       lambda right: lambda self, position: clamp(right(self, position) + 2, 0, self.units - 2),
     )

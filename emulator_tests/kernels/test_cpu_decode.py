@@ -135,8 +135,8 @@ def test_tiles_state_their_laws() -> None:
     Tiles(4, 64, 4, 0, 4, 16)
   with pytest.raises(ValueError, match="block_m=6: must be a multiple of unroll_m=4"):
     Tiles(6, 64, 4, 4, 4, 16)
-  with pytest.raises(ValueError, match="lanes=12: must be a power of two"):
-    Tiles(4, 64, 4, 4, 4, 12)
+  with pytest.raises(ValueError, match="lanes=2: must be 4, 8 or 16"):
+    Tiles(4, 64, 4, 4, 4, 2)
   for rows, block_m, unroll_m in ((1, 1, 1), (4, 4, 4), (5, 6, 3), (7, 8, 4), (16, 16, 4), (17, 9, 3), (40, 16, 4)):
     tiles = next(cpu.decode(problem_of(8, rows, 4096, 128, 128, dtypes.half), with_vectors(16, 32)))
     assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)

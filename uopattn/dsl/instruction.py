@@ -78,7 +78,7 @@ def instruction(
   """Make a declaration the method that builds the instruction; the arguments are those of `Instruction`.
 
   The method takes operands by position. It raises ValueError if the dialect lacks the instruction, or if an operand of
-  type `Bits` has not 32 bits.
+  type `Bits` does not have 32 bits.
   """
 
   def declare(declaration: Declaration) -> Declaration:

@@ -378,15 +378,15 @@ def splits_on_gpu(problem: Problem, target: Target, tiles: Any, least_keys: int 
 def splits_on_cpu(problem: Problem, target: Target, tiles: Any) -> int:
   """Splits of the keys for few queries, whose time is that of reading K and V.
 
-  With it the thread that reads most takes least, with combining if there are several splits. So keys are split if there
-  are fewer blocks than threads, or few more, or if the keys of a block are very many.
+  Returns the number of splits that minimises the time of the busiest thread, plus that of combining if there are
+  several. So keys are split if there are fewer blocks than threads, or few more, or if a block has very many keys.
   """
   blocks, threads = problem.heads * ceildiv(problem.M, tiles.block_m), target.threads
   keys = problem.kv_bytes // (problem.B * problem.Hkv)  # bytes that a block reads
   most = min(keys // PART_BYTES, round_up(ceildiv(ITEMS * threads, blocks), threads // gcd(blocks, threads)))
 
   def read(splits: int) -> float:
-    """The bytes that take as long."""
+    """The time, in bytes that a core reads meanwhile."""
     items = ceildiv(blocks * splits, threads) + UNEVEN * (threads > 1)
     return items * keys / splits + COMBINE_BYTES * (splits > 1)
 

@@ -59,9 +59,9 @@ class Loop:
   tinygrad closes every axis that a RANGE's end depends on together with that RANGE, so the number cannot be the bound
   of a `for` loop. Nor can it be the condition of tinygrad's `for (;;) { body; if (!condition) break; }`, whose END
   closes all axes that the condition depends on. The linearizer, which orders values by how often they run, then takes
-  the loops that follow for loops outside of these axes. What two of them share and a closed axis goes into seems to
-  run more often than the loops themselves, and is computed in the first of them, where the second does not see it. So
-  this is a `for` loop over the most trips that there can be, and its last statement leaves it.
+  the loops that follow for loops outside of these axes. A value that two of these loops share and that depends on a
+  closed axis then seems to run more often than the loops themselves. It is computed inside the first one, where the
+  second cannot see it. So this is a `for` loop over the most trips that there can be, and its last statement leaves it.
 
   Attributes:
     axes: all axes that are open inside the loop. Read what an earlier trip wrote after them.

@@ -67,7 +67,7 @@ class VectorUnit:
     registers: number of registers.
     bfloat16: whether products of bfloat16 pairs (see `dot_pairs`) are faster than single products in float32.
     one_prefetch: whether one prefetch of a cache line suffices; some processors drop those that they cannot queue.
-    tiles: whether it has matrix tiles too, see `uopattn.dsl.cpu.amx`, and this process may use them.
+    tiles: whether it has matrix tiles too, see `uopattn.dsl.instructions.amx`, and this process may use them.
   """
 
   lanes: int

@@ -19,7 +19,6 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import GroupOp, KernelInfo, Ops, UOp
 
-from uopattn.dsl.cpu import amx
 from uopattn.dsl.instruction import Instruction
 from uopattn.dsl.instructions import BY_TEXT
 from uopattn.dsl.nvidia import wgmma
@@ -90,7 +89,7 @@ def checking() -> bool:
 @cache
 def instruction_of(text: str) -> Instruction | None:
   """Return the DSL's instruction with this text in any dialect, or None."""
-  return BY_TEXT.get(text) or amx.BY_TEXT.get(text) or wgmma.find(text)
+  return BY_TEXT.get(text) or wgmma.find(text)
 
 
 def expression(u: UOp, depth: int = 0) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.cpu import amx
 from uopattn.dsl.instructions import INSTRUCTIONS
 
 from . import alu, copies, mbarrier, semaphores, tiles, tracks, warpgroup
@@ -310,8 +309,8 @@ MEANINGS: dict[str, Meaning] = {
   "tile_product": tiles.product,
   "transpose": tiles.transpose,
   "scale_rows": tiles.scale_rows,
-  **{name: tiles.weigh for name in amx.INSTRUCTIONS if name.startswith("weigh_")},
-  **{name: tiles.pack for name in amx.INSTRUCTIONS if name.startswith("pack_")},
+  **{name: tiles.weigh for name in INSTRUCTIONS if name.startswith("weigh_")},
+  **{name: tiles.pack for name in INSTRUCTIONS if name.startswith("pack_parts_")},
   "ldmatrix": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=False),
   "ldmatrix_trans": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=True),
 }

@@ -1,4 +1,4 @@
-"""The tiles of `uopattn.dsl.cpu.amx`: each lane of a run, a work item of a CPU kernel, has eight of its own."""
+"""The tiles of `uopattn.dsl.instructions.amx`: each lane, a work item of a CPU kernel, has eight of its own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.cpu.amx import EXP2, LANES, PAIR, ROW_BYTES, ROWS, TILES
+from uopattn.dsl.instructions.amx import EXP2, LANES, PAIR, ROW_BYTES, ROWS, TILES
 
 from . import alu
 from .errors import OutOfBounds, Unwritten

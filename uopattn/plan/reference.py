@@ -124,7 +124,7 @@ def _indices(scores: Tensor) -> list[Tensor]:
 
 
 def _numbers(scores: Tensor, spec: AttentionSpec) -> list[Tensor]:
-  """Return b, h, q_idx and kv_idx, by which mods and dropout go, each along its own axis."""
+  """Return b, h, q_idx and kv_idx, which mods and dropout use, each along its own axis."""
   first = (on_each(x, devices_of(scores.device)) if isinstance(x, UOp) else x for x in spec.origin.first)
   return [x + n for x, n in zip(_indices(scores), first, strict=True)]
 

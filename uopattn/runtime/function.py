@@ -1,4 +1,6 @@
-"""What tinygrad knows and tells nobody: of a `tinygrad.function` while it is traced, and of a gradient."""
+"""State that tinygrad keeps only in local variables: of a `tinygrad.function` being traced, and of a gradient being
+computed.
+"""
 
 import sys
 from collections.abc import Iterator

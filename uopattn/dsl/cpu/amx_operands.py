@@ -18,20 +18,9 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
-from uopattn.dsl.cpu.amx import (
-  LANES,
-  PAIR,
-  ROW_BYTES,
-  ROWS,
-  STEP,
-  scale_rows,
-  tile_load,
-  tile_product,
-  tile_store,
-  tile_zero,
-  transpose,
-)
 from uopattn.dsl.cpu.mainloop import element
+from uopattn.dsl.instructions import AMX
+from uopattn.dsl.instructions.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, View, gated, sizes
 
@@ -68,20 +57,20 @@ class LeftOperand(NamedTuple):
 
   @classmethod
   def rows(cls, x: UOp, first: UOp | int = 0) -> "LeftOperand":
-    """Those of a buffer that is `rows`, whose parts begin at `first`."""
+    """The tiles of a buffer in the layout `rows`, whose parts begin at `first`."""
     _, height, width = sizes(x)
     stride = width * x.dtype.itemsize
     return cls(lambda part, row, step: x[first + part, row, step * STEP], height, width // STEP, stride)
 
   @classmethod
   def transposed(cls, x: UOp, first: UOp | int = 0) -> "LeftOperand":
-    """Those of a buffer that is `transposed`, whose parts begin at `first`."""
+    """The tiles of a buffer in the layout `transposed`, whose parts begin at `first`."""
     _, steps, height, _ = sizes(x)
     return cls(lambda part, row, step: x[first + part, step, row, 0], height, steps, ROW_BYTES)
 
   @classmethod
   def in_memory(cls, rows: HeadView, first: UOp, count: int) -> "LeftOperand":
-    """Those of bfloat16 in memory, from row `first` on, which must `fit`."""
+    """The tiles of bfloat16 rows in memory, from row `first` on, which must `fit`."""
 
     def place(part: int, row: UOp, step: UOp | int) -> UOp:
       return rows.place(first + row, step * STEP if isinstance(step, UOp) else UOp.const(step * STEP))
@@ -96,6 +85,18 @@ class LeftOperand(NamedTuple):
     """
     dense = rows.strides is not None and rows.strides.of_row == rows.size
     return dense and rows.size % STEP == 0 and rows.x.dtype == dtypes.bfloat16 and not rows.widens
+
+
+class Placed(NamedTuple):
+  """Tiles in memory.
+
+  Attributes:
+    place: maps what numbers a tile to its INDEX.
+    stride: bytes from a row to the next.
+  """
+
+  place: Callable[..., UOp]
+  stride: int
 
 
 def nothing(gap: UOp, done: tuple[UOp, ...]) -> tuple[UOp, ...]:
@@ -132,16 +133,16 @@ def load_lanes(s: Scope, rows: HeadView, first: UOp, count: int, parts: int, out
   packed = s.buffer(count // LANES, parts, width // PAIR, LANES, dtype=dtypes.uint)
   staged = filled(s, 0, dtypes.ushort, parts, ROWS, width, within=outer)
   g = s.axis(count // LANES)
-  staged = load_rows(s, staged, 0, parts, rows, first + g * LANES, rows.length, g)
+  staged = load_parts(s, staged, 0, parts, rows, first + g * LANES, rows.length, g)
   c = s.axis(width // STEP)
   done: tuple[UOp, ...] = (staged,)
   for i in range(parts):
     place = packed.after(*outer)[g, i, c * LANES, 0]
-    done = (transpose(place, staged[i, 0, c * STEP], (ROW_BYTES, width * 2), c, *done),)
+    done = (AMX.transpose(place, staged[i, 0, c * STEP], ROW_BYTES, width * 2, c, *done),)
   return packed.after(UOp.group(*done).end(c).end(g))
 
 
-def load_rows(
+def load_parts(
   s: Scope, buffer: UOp, at: UOp | int, parts: int, rows: HeadView, first: UOp, length: UOp | None, *within: UOp
 ) -> UOp:
   """Load as many rows from `first` on as `buffer` has, as `rows`, whose parts begin at `at` in `buffer`.
@@ -169,7 +170,7 @@ def transpose_pairs(s: Scope, to: UOp, first: UOp | int, pairs: UOp, *within: UO
   parts, count, width = sizes(pairs)
   i, n, c = s.axis(parts), s.axis(count // LANES), s.axis(width // LANES)
   place, source = to.after(*within)[first + i, n, c * LANES, 0], pairs[i, n * LANES, c * LANES]
-  return to.after(transpose(place, source, (ROW_BYTES, width * 4), i, n, c, pairs).end(i, n, c))
+  return to.after(AMX.transpose(place, source, ROW_BYTES, width * 4, i, n, c, pairs).end(i, n, c))
 
 
 def gaps(rows: int, steps: int, groups: int) -> int:
@@ -210,8 +211,8 @@ def mma(
     s,
     a,
     row,
-    (lambda j, step, part: b[source + j, part, step * LANES, 0], ROW_BYTES),
-    (lambda i, j: c[target + j, row + i * ROWS, 0], ROW_BYTES),
+    Placed(lambda j, step, part: b[source + j, part, step * LANES, 0], ROW_BYTES),
+    Placed(lambda i, j: c[target + j, row + i * ROWS, 0], ROW_BYTES),
     products,
     *after,
     n,
@@ -224,8 +225,8 @@ def mma_block(
   s: Scope,
   a: LeftOperand,
   row: UOp,
-  b: tuple[Callable[[int, UOp, int], UOp], int],
-  c: tuple[Callable[[int, int], UOp], int],
+  b: Placed,
+  c: Placed,
   products: Products,
   *after: UOp,
   adds: bool = False,
@@ -236,30 +237,31 @@ def mma_block(
   The accumulators are tiles 0 to 3: tile 2 i + j is that of the rows i and the columns j.
 
   Args:
-    b: maps a column of tiles, a step and a part to a tile's place; and the bytes between its rows.
-    c: maps a row and a column of tiles to the place of an accumulator; and the bytes between its rows.
+    b: its tiles, by the column of tiles, the step and the part.
+    c: the accumulators, by the row and the column of tiles.
     products, adds, between: as `mma` has them; there are two gaps per step.
   """
-  corners = [(i, j, c[0](i, j)) for i in range(2) for j in range(2)]
+  corners = [(i, j, c.place(i, j)) for i in range(2) for j in range(2)]
   done: tuple[UOp, ...] = after
   for i, j, place in corners:
-    done = (tile_load(2 * i + j, place, c[1], *done) if adds else tile_zero(2 * i + j, *done),)
+    done = (AMX.tile_load(2 * i + j, place, c.stride, *done) if adds else AMX.tile_zero(2 * i + j, *done),)
   step = s.axis(a.steps)
   done = (step, *done)
   held: tuple[int | None, int | None] = None, None
   for n, (part_a, part_b) in enumerate(products):
     for i in range(2):
       left = a.place(part_a, row + i * ROWS, step)
-      done = (tile_load(4 + i, left, a.stride, *done),) if part_a != held[0] else done
+      done = (AMX.tile_load(4 + i, left, a.stride, *done),) if part_a != held[0] else done
       for j in range(2):
-        done = (tile_load(6 + j, b[0](j, step, part_b), b[1], *done),) if i == 0 and part_b != held[1] else done
-        done = (tile_product(2 * i + j, 4 + i, 6 + j, *done),)
+        if i == 0 and part_b != held[1]:
+          done = (AMX.tile_load(6 + j, b.place(j, step, part_b), b.stride, *done),)
+        done = (AMX.tile_product(2 * i + j, 4 + i, 6 + j, *done),)
       half = i if len(products) == 1 else n if i == 1 else 2  # the halves follow different products if there are more
       done = between(step * 2 + half, done) if half < 2 else done
     held = part_a, part_b
   end = done[0].end(step)
   for i, j, place in corners:
-    end = tile_store(2 * i + j, place, c[1], end)
+    end = AMX.tile_store(2 * i + j, place, c.stride, end)
   return end
 
 
@@ -286,39 +288,39 @@ def _mma_rows(
   stays = len(wanted) <= 4
   done: tuple[UOp, ...] = after
   for i, (step, part) in enumerate(wanted if stays else ()):
-    done = (tile_load(4 + i, b(step, part), ROW_BYTES, *done),)
+    done = (AMX.tile_load(4 + i, b(step, part), ROW_BYTES, *done),)
   n = s.axis(a.height // BLOCK)
   done = (*done, n)
   for i in range(2):
     row = n * BLOCK + i * ROWS
-    done = (tile_load(i, c(row), ROW_BYTES, *done) if adds else tile_zero(i, *done),)
+    done = (AMX.tile_load(i, c(row), ROW_BYTES, *done) if adds else AMX.tile_zero(i, *done),)
     loads = 0
     for step in range(a.steps):
       for part in sorted({x for x, _ in products}):
         left = 2 + loads % 2
-        done, loads = (tile_load(left, a.place(part, row, step), a.stride, *done),), loads + 1
+        done, loads = (AMX.tile_load(left, a.place(part, row, step), a.stride, *done),), loads + 1
         for other in (y for x, y in products if x == part):
           right = 4 + wanted.index((step, other)) % 4
           if not stays and part == 0:
-            done = (tile_load(right, b(step, other), ROW_BYTES, *done),)
-          done = (tile_product(i, left, right, *done),)
+            done = (AMX.tile_load(right, b(step, other), ROW_BYTES, *done),)
+          done = (AMX.tile_product(i, left, right, *done),)
     if i == 1:
-      done = (tile_store(0, c(n * BLOCK), ROW_BYTES, *done),)
+      done = (AMX.tile_store(0, c(n * BLOCK), ROW_BYTES, *done),)
     done = between(n * 2 + i, done)
-  return tile_store(1, c(n * BLOCK + ROWS), ROW_BYTES, *done).end(n)
+  return AMX.tile_store(1, c(n * BLOCK + ROWS), ROW_BYTES, *done).end(n)
 
 
-def store_rows(
-  s: Scope, o: UOp | View, head: UOp, row: UOp, end: UOp, acc: UOp, factors: UOp | None = None, *after: UOp
+def store_accumulators(
+  s: Scope, o: UOp | View, head: UOp, row: UOp, end: UOp, acc: UOp, factors: UOp | None = None
 ) -> UOp:
   """Store accumulators, times a factor per row, as rows of o[head] from `row` on, as far as they are below `end`."""
   (groups, width, _), D = sizes(acc), sizes(o)[2]
   rows, g = s.buffer(ROWS, width), s.axis(groups)
   acc = acc.after(g)
   if factors is not None:
-    acc = acc.after(scale_rows(acc[g, 0, 0], factors[g * LANES], width, acc, factors))
+    acc = acc.after(AMX.scale_rows(acc[g, 0, 0], factors[g * LANES], width, acc, factors))
   c = s.axis(width // LANES)
-  done = transpose(rows.after(g)[0, c * LANES], acc[g, c * LANES, 0], (width * 4, ROW_BYTES), c, acc, *after)
+  done = AMX.transpose(rows.after(g)[0, c * LANES], acc[g, c * LANES, 0], width * 4, ROW_BYTES, c, acc)
   rows = rows.after(done.end(c))
   m, d = s.axis(LANES), s.axis(D)
   place = row + g * LANES + m

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, scale_rows, weigh
 from uopattn.dsl.cpu.amx_operands import Between, nothing
 from uopattn.dsl.cpu.mainloop import KeyTile
 from uopattn.dsl.cpu.register_blocks import add_steps
-from uopattn.dsl.instructions import CPU
+from uopattn.dsl.instructions import AMX, CPU
+from uopattn.dsl.instructions.amx import LANES, PAIR, ROW_BYTES
 from uopattn.dsl.math import exp2
 from uopattn.dsl.rules.softmax import LOWEST, Scaling
 from uopattn.dsl.scope import Scope, clamp, sizes
@@ -28,7 +28,8 @@ def key_bounds(
 ) -> tuple[UOp | None, UOp | None]:
   """The first and the last key that each query of a unit sees, counted from the tile's first; None if all or none do.
 
-  They are (groups, 16) float32, of which the compiler compares a whole vector at once; integers it widens to 64 bits.
+  They are (groups, 16) float32, because the compiler compares floats a whole vector at once but widens integers to 64
+  bits.
 
   Args:
     row: the unit's first query row.
@@ -64,11 +65,11 @@ def row_maxima(
   block_n, highest = sizes(scores)[1], s.buffer(groups, LANES)
   zero, product = UOp.const(0), UOp.const(0.0, dtypes.float)
   changes = score(product, zero, 0, zero) is not product
-  # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
+  # Not in place: tinygrad turns a store that may leave a number unchanged into a branch.
   changed, at = (s.buffer(groups, block_n, LANES).after(*inside), 0) if changes else (scores, slot)
   for j in range(groups):
     best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
-    # Rows are unrolled: of a loop over them some compilers make scattered stores.
+    # Rows are unrolled: some compilers turn a loop over them into scattered stores.
     stores = [best.after(*inside, scores)[r, m].store(UOp.const(LOWEST, dtypes.float)) for r in range(UNROLL)]
     best, m = best.after(UOp.group(*stores).end(m)), s.axis(LANES)
 
@@ -124,7 +125,7 @@ def rescale(s: Scope, acc: UOp, group: UOp, alpha: UOp, *after: UOp) -> UOp:
   """Multiply the accumulators of a unit, from `group` on, by alpha. A statement."""
   done: tuple[UOp, ...] = (alpha, *after)
   for j in range(sizes(alpha)[0]):
-    done = (scale_rows(acc[group + j, 0, 0], alpha[j, 0], sizes(acc)[1], *done),)
+    done = (AMX.scale_rows(acc[group + j, 0, 0], alpha[j, 0], sizes(acc)[1], *done),)
   return done[0]
 
 
@@ -140,7 +141,7 @@ class Weighing(NamedTuple):
     sums: receive the sums of the weights, (groups, 16).
     factor: factors on the scores, (groups, 16).
     subtracts: whether the shift is subtracted before the factor.
-    degree: of the polynomial, see `weigh`.
+    degree: of the polynomial, see `Amx.weigh`.
   """
 
   weights: UOp
@@ -183,7 +184,7 @@ class Weighing(NamedTuple):
 
   def _of_group(self, j: UOp | int, pair: UOp, rows: int, *after: UOp) -> UOp:
     _, parts, pairs, _ = sizes(self.weights)
-    return weigh(
+    return AMX.weigh(
       self.weights[self.slot * self.groups + j, 0, pair, 0],
       self.scores[self.at * self.groups + j, pair * PAIR, 0],
       self.shift[j, 0],

@@ -20,20 +20,23 @@ from uopattn.dsl.scope import Scope, clamp, gated, sizes
 
 @dataclass(frozen=True, eq=False)
 class Block:
-  """A block of queries, of all that a work item processes one after another.
+  """One of the blocks of queries that a work item processes one after another.
 
   Attributes:
     axes: the axes around it: work items, and their blocks.
     kv_head: the key head of the item.
     head: its query head.
-    row, end: it has the rows `row` to `end` - 1 of the head; the other lanes are idle.
+    top: its first row.
+    block_m: rows per block, one per lane.
+    end: rows from here on are none of its; their lanes are idle.
     busy: whether it exists. An item's last one may not.
   """
 
   axes: tuple[UOp, ...]
   kv_head: UOp
   head: UOp
-  row: UOp
+  top: UOp
+  block_m: int
   end: UOp
   busy: UOp
 
@@ -42,8 +45,13 @@ class Block:
     """The number of the work item, and of its sums."""
     return self.axes[0]
 
+  def row(self, m: UOp) -> UOp:
+    """The row of the head for lane m."""
+    return self.top + m
+
   def exists(self, m: UOp) -> UOp:
-    return self.row + m < self.end
+    """Whether the row of lane m is one of the block's."""
+    return self.top + m < self.end
 
   def of_sequences(self, chosen: Chosen) -> "Block":
     """The block if query heads are sequences, each one query whose heads are packed; see `Chosen`."""
@@ -53,10 +61,10 @@ class Block:
     """The block if it has any key; else one of idle lanes, for which nothing is read."""
     return replace(self, end=(length > 0).where(self.end, 0))
 
-  def key_tiles(self, rules: Rules, block_m: int, block_n: int) -> KeyTiles:
+  def key_tiles(self, rules: Rules, block_n: int) -> KeyTiles:
     """The tiles of `block_n` keys that it sees."""
     head_rules = rules.at(self.head)
-    return KeyTiles(head_rules, head_rules.key_range(self.row, block_m, block_n), block_n)
+    return KeyTiles(head_rules, head_rules.key_range(self.top, self.block_m, block_n), block_n)
 
 
 def open_blocks(s: Scope, q: UOp, dk: UOp, dv: UOp, kv_heads: int, block_m: int, splits: int) -> tuple[Block, UOp, UOp]:
@@ -88,10 +96,10 @@ def block_of(item: UOp, number: UOp, blocks: int, group: int, M: int, block_m: i
   busy, place = place < blocks, clamp(place, 0, blocks - 1)
   kv_head = item // splits
   head, end = kv_head * group + place // a_head, busy.where(UOp.const(M), 0)
-  return Block((item, number), kv_head, head, place % a_head * block_m, end, busy)
+  return Block((item, number), kv_head, head, place % a_head * block_m, block_m, end, busy)
 
 
-def load_row_sums(s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, rules: Rules) -> tuple[UOp, UOp]:
+def load_row_sums(s: Scope, lse: UOp, delta: UOp, block: Block, rules: Rules) -> tuple[UOp, UOp]:
   """Load the block's LSE, in base 2 or natural, see `Scaling.from_lse`, and its delta, (block_m,) both.
 
   A row that sees no key, or does not exist, gets an LSE of inf and a delta of 0: its P and its gradients are 0.
@@ -100,16 +108,16 @@ def load_row_sums(s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, ru
 
   def lse_of(m: UOp) -> UOp:
     inside = block.exists(m)
-    x = gated(lse, inside, block.head, block.row + m).load()
+    x = gated(lse, inside, block.head, block.row(m)).load()
     return (inside & x.ne(-inf)).where(x * unit, inf)
 
-  lse_i = s.assign(s.buffer(block_m), lse_of, within=block.axes)
+  lse_i = s.assign(s.buffer(block.block_m), lse_of, within=block.axes)
 
   def delta_of(m: UOp) -> UOp:
     inside = block.exists(m)
-    return lse_i[m].ne(inf).where(gated(delta, inside, block.head, block.row + m).load(), 0.0)
+    return lse_i[m].ne(inf).where(gated(delta, inside, block.head, block.row(m)).load(), 0.0)
 
-  return lse_i, s.assign(s.buffer(block_m), delta_of, within=block.axes)
+  return lse_i, s.assign(s.buffer(block.block_m), delta_of, within=block.axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +126,12 @@ class Gradients:
 
   Attributes:
     tile: the tile of keys.
-    row: the block's first query.
+    block: the block of queries.
     lse_i, delta_i: see `load_row_sums`.
   """
 
   tile: KeyTile
-  row: UOp
+  block: Block
   lse_i: UOp
   delta_i: UOp
 
@@ -134,18 +142,18 @@ class Gradients:
       product: q.k.
       dp: dO.v.
     """
-    row, key, rules = self.row + m, self.tile.first + n, self.tile.rules
+    row, key, rules = self.block.row(m), self.tile.first + n, self.tile.rules
     weight, grad = self._of_score(product, dp, n, m)
     return weight, rules.score_vjp([grad], [product], row, key, [0])[0]
 
   def of_bias(self, product: UOp, dp: UOp, n: UOp, m: UOp) -> UOp:
     """Return the gradient of what the score of key n of the tile for lane m has from `Rules.bias`."""
     _, grad = self._of_score(product, dp, n, m)
-    return self.tile.rules.bias_vjp(grad, product, self.row + m, self.tile.first + n)
+    return self.tile.rules.bias_vjp(grad, product, self.block.row(m), self.tile.first + n)
 
   def _of_score(self, product: UOp, dp: UOp, n: UOp, m: UOp) -> tuple[UOp, UOp]:
     """The weight after dropout, and the gradient of the score as the softmax takes it."""
-    row, key, rules = self.row + m, self.tile.first + n, self.tile.rules
+    row, key, rules = self.block.row(m), self.tile.first + n, self.tile.rules
     scaling = rules.rules.scaling
     score = self.tile.score(product * scaling.pre, row, n)
     if rules.rules.score_mod is not None and row.vmax >= rules.rules.M:
@@ -176,16 +184,16 @@ class Registers(Protocol):
   def lanes(self) -> int: ...
 
 
-def load_rows(s: Scope, x: UOp, block: Block, block_m: int, lanes: int) -> UOp:
+def load_rows(s: Scope, x: UOp, block: Block, lanes: int) -> UOp:
   """Load the block's rows of q or dO in float32, (block_m, D), with D rounded up to whole vectors; 0 past the ends."""
   (_, M, D), head = sizes(x), block.head
   rows = HeadView.of(x, head, UOp.const(M))
 
   def element(m: UOp, d: UOp) -> UOp:
     inside = block.exists(m) & (d < D)
-    return inside.where(rows.element(block.row + m, d, inside).cast(dtypes.float), 0.0)
+    return inside.where(rows.element(block.row(m), d, inside).cast(dtypes.float), 0.0)
 
-  return s.assign(s.buffer(block_m, round_up(D, lanes)), element, within=block.axes)
+  return s.assign(s.buffer(block.block_m, round_up(D, lanes)), element, within=block.axes)
 
 
 def transpose(s: Scope, x: UOp, D: int, outer: tuple[UOp, ...]) -> UOp:
@@ -221,7 +229,7 @@ def each_score(
   axes: tuple[UOp, ...],
   stores: Callable[[UOp, UOp, UOp, UOp], list[UOp]],
 ) -> UOp:
-  """Compute q.k and dO.v of all keys of a tile and all queries of a block, and store what comes of them.
+  """Compute q.k and dO.v of all keys of a tile and all queries of a block, and store what `stores` makes of them.
 
   Args:
     keys: keys of the tile.

@@ -34,7 +34,7 @@ class KeyTile:
     start: the first key that it adds.
     shared: whether the keys before `start` may be another tile's.
     size: its number of keys, more than N if all keys do not fill it.
-    past_end: whether it may have keys from N on, although it is not larger.
+    past_end: whether it may contain keys from N on although `size` is at most N.
   """
 
   rules: HeadRules
@@ -56,7 +56,7 @@ class KeyTile:
     return self.past_end or self.size > self.rules.rules.N
 
   def with_pages(self, s: Scope, axes: tuple[UOp, ...]) -> "KeyTile":
-    """The tile with its pages, if keys are paged, looked up inside the axes."""
+    """The tile with the rows of its keys looked up in the page table inside the axes, if keys are paged."""
     return replace(self, rules=self.rules.of_tile(s, self.first, self.size, axes))
 
   def with_mask(self, s: Scope, row: UOp, block_m: int, axes: tuple[UOp, ...]) -> "KeyTile":
@@ -153,7 +153,8 @@ class QueryBlock:
     result: its head in the output: head * splits + split.
     splits: number of splits of the keys.
     top: its first row.
-    block_m, M: rows per block, and per head.
+    block_m: rows per block.
+    end: rows of the head.
     repeats: whether rows past the last one repeat it, with the same result. If not, they are idle.
   """
 
@@ -164,7 +165,7 @@ class QueryBlock:
   splits: int
   top: UOp
   block_m: int
-  M: int
+  end: int
   repeats: bool
 
   @classmethod
@@ -202,11 +203,11 @@ class QueryBlock:
   def row(self, m: UOp) -> UOp:
     """The row of the head for row m of the block."""
     row = self.top + m
-    return clamp(row, 0, self.M - 1) if self.repeats and self.M % self.block_m else row
+    return clamp(row, 0, self.end - 1) if self.repeats and self.end % self.block_m else row
 
   def exists(self, m: UOp) -> UOp:
     """Whether row m of the block is one of the head."""
-    return UOp.const(True) if self.repeats else self.top + m < self.M
+    return UOp.const(True) if self.repeats else self.top + m < self.end
 
   def epilogue(
     self, s: Scope, lse: UOp | None, m_i: UOp, l_i: UOp, scaling: Scaling, rows: int, store: Callable[[UOp], UOp]
@@ -284,7 +285,7 @@ class KeyRows:
 
   @classmethod
   def new(cls, tile: KeyTile, x: UOp) -> "KeyRows":
-    """Those of x that this tile adds; they end with the last key that exists, which a tile past it has alone.
+    """The rows of x that this tile adds, up to the last key that exists. A tile past that key has only that one.
 
     A loop that ends there has addresses that grow evenly; with a clamp of each row it took half as long again.
     """

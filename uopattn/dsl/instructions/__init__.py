@@ -5,25 +5,29 @@ in numpy.
 """
 
 from uopattn.dsl.instruction import by_name, by_text, declared_in
-from uopattn.dsl.instructions import cpu, cuda
+from uopattn.dsl.instructions import amx, cpu, cuda
+from uopattn.dsl.instructions.amx import Amx
 from uopattn.dsl.instructions.cpu import Cpu
 from uopattn.dsl.instructions.cuda import Cuda
 from uopattn.dsl.instructions.dialect import Dialect, Generic
 from uopattn.dsl.instructions.hip import WAVE_FENCE, Hip, is_wave_fence
 
-HIP, CUDA, TURING, METAL, GENERIC, CPU = (
+HIP, CUDA, TURING, METAL, GENERIC, CPU, AMX = (
   Hip("hip"),
   Cuda("cuda"),
   Cuda("sm_75"),
   Dialect("metal"),
   Generic("generic"),
   Cpu("c"),
+  Amx("c"),
 )
 
-_LIST = [*declared_in(Dialect, Hip, Cuda, Cpu), WAVE_FENCE, *cuda.IN_FAMILIES, *cpu.IN_FAMILIES]
+_LIST = [*declared_in(Dialect, Hip, Cuda, Cpu, Amx), WAVE_FENCE]
+_LIST += [*cuda.IN_FAMILIES, *cpu.IN_FAMILIES, *amx.IN_FAMILIES]
 INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
 
 __all__ = [
+  "AMX",
   "BY_TEXT",
   "CPU",
   "CUDA",
@@ -32,6 +36,7 @@ __all__ = [
   "INSTRUCTIONS",
   "METAL",
   "TURING",
+  "Amx",
   "Cpu",
   "Cuda",
   "Dialect",

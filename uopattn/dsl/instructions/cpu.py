@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body, return"
-"""Instructions of CPUs; `uopattn.dsl.cpu.amx` has those of matrix tiles."""
+"""Instructions of CPUs; `uopattn.dsl.instructions.amx` has those of matrix tiles."""
 
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import UOp

@@ -1,8 +1,8 @@
 """Which gradients of scores belong to the same element of a bias, and how a kernel's work items add them up.
 
 A bias is what scores have from a Tensor: an additive mask, or what a score_mod reads. Its gradient is that of the
-scores, dS = P (dP - delta), through the score_mod, summed over all scores that read the same element. Which these are,
-is known by `Bias`: an additive mask of (1, H, M, N) is read alike in all batches, slopes of (H,) in all batches by all
+scores, dS = P (dP - delta), through the score_mod, summed over all scores that read the same element. `Bias` says which
+these are: an additive mask of (1, H, M, N) is read alike in all batches, slopes of (H,) in all batches by all
 queries and keys, and a table by distance by all queries and keys as far apart.
 """
 
@@ -17,7 +17,7 @@ from uopattn.dsl.scope import clamp, least
 
 
 class Places(StrEnum):
-  """By which of the numbers of query i and key j of a score its element of a bias goes."""
+  """How the bias element that a score reads depends on its query i and key j."""
 
   PAIRS = "i, j"
   QUERIES = "i"

@@ -17,7 +17,7 @@ FAR = 1 << 30  # beyond any key, and within int32 even after a side of a window 
 
 @dataclass(frozen=True)
 class Origin:
-  """The numbers that batches, heads, queries and keys of a part have in the whole, which mods and dropout go by.
+  """The numbers that batches, heads, queries and keys of a part have in the whole, that mods and dropout use.
 
   Attributes:
     first: numbers of batch, query head, query and key 0 of the part.
@@ -49,8 +49,8 @@ class Table:
     doubts += [x >= 0 for x in indices if x.vmin < 0]
     if not doubts:
       return self.buffer[tuple(indices)].load()
-    # By conditions on an index tinygrad simplifies what else depends on the same numbers, and so may make two loops of
-    # one whose trips do. It does not look into a product, and so there is no gate on the load either.
+    # tinygrad uses a condition on an index to simplify other expressions of the same numbers, and may so split a loop
+    # in two if its trip count is one of them. It does not look into a product, and so there is no gate on the load.
     inside = reduce(UOp.__mul__, [x.cast(dtypes.int) for x in doubts]).ne(0)
     pairs = zip(indices, self.shape, strict=True)
     clamped = [x if x.vmin >= 0 and x.vmax < size else clamp(x, 0, size - 1) for x, size in pairs]
@@ -85,7 +85,7 @@ class Masks:
     tile_lists: the tiles of keys that each block of queries processes, full tiles first, (B or 1, heads or 1, blocks,
       tiles) int32; and the number of full tiles and of all tiles, (B or 1, heads or 1, blocks, 2) int32. If a kernel's
       blocks are of keys, the lists are of tiles of queries.
-    origin: the numbers that mods and dropout go by.
+    origin: the numbers that mods and dropout use.
   """
 
   M: int
@@ -287,7 +287,7 @@ class HeadMasks:
     return x if x.shape == () else x[self.b].load().cast(dtypes.weakint)
 
   def numbers(self, row: UOp, key: UOp) -> list[UOp]:
-    """The batch, head, query and key by which mods and dropout go; see `Origin`."""
+    """The batch, head, query and key that mods and dropout use; see `Origin`."""
     places = zip((self.b, *self.place(row), key), self.rules.origin.first, strict=True)
     return [x + first if isinstance(first, UOp) or first else x for x, first in places]
 

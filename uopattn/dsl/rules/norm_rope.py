@@ -18,6 +18,7 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import Scope, clamp, sizes
 from uopattn.dsl.rules.quantized import read_float
 
+NAN = UOp.const(float("nan"), dtypes.float)
 AT_ONCE = 8  # elements that are loaded before any is used, and sums that a lane has
 
 Element = Callable[[UOp, UOp], UOp]
@@ -93,44 +94,52 @@ class NormRope:
 
   def parts(self, row: Row) -> list[Part]:
     """Return all columns of a row as they become: NaN at a position that cos and sin lack."""
-    element = row.element if self.weight is None else self._normalized(row, self.weight)
-    if self.cos is None or self.sin is None:
+    element = self._before_rotation(row)
+    if self.cos is None:
       return [Part.of(row.columns, element)]
-    positions, pairs = sizes(self.cos)
-    known, line = self.knows(row.position), clamp(row.position, 0, positions - 1) * pairs
-    cos, sin, nan = self.cos, self.sin, UOp.const(float("nan"), dtypes.float)
+    pairs, known = sizes(self.cos)[1], self.knows(row.position)
 
     def rotated(c: UOp, inside: UOp) -> list[tuple[UOp, UOp]]:
       first, second = (2 * c, 2 * c + 1) if self.interleaved else (c, c + pairs)
       a, b = element(first, inside), element(second, inside)
-      x, y = (read_float(table, (line + c).valid(inside)) for table in (cos, sin))
-      return [(first, known.where(a * x - b * y, nan)), (second, known.where(b * x + a * y, nan))]
+      x, y = self._cos_and_sin(row, c, inside)
+      return [(first, known.where(a * x - b * y, NAN)), (second, known.where(b * x + a * y, NAN))]
 
     def others(c: UOp, inside: UOp) -> list[tuple[UOp, UOp]]:
-      return [(2 * pairs + c, known.where(element(2 * pairs + c, inside), nan))]
+      return [(2 * pairs + c, known.where(element(2 * pairs + c, inside), NAN))]
 
     left = row.columns - 2 * pairs
     return [Part(pairs, rotated), *([Part(left, others)] if left else [])]
 
   def element(self, row: Row) -> Element:
     """Return what reads any column of a row as it becomes, for kernels that need neighbours together; see `parts`."""
-    element = row.element if self.weight is None else self._normalized(row, self.weight)
-    if self.cos is None or self.sin is None:
+    element = self._before_rotation(row)
+    if self.cos is None:
       return element
-    positions, pairs = sizes(self.cos)
-    known, line = self.knows(row.position), clamp(row.position, 0, positions - 1) * pairs
-    cos, sin, nan = self.cos, self.sin, UOp.const(float("nan"), dtypes.float)
+    pairs, known = sizes(self.cos)[1], self.knows(row.position)
 
     def changed(d: UOp, inside: UOp) -> UOp:
       is_second = (d % 2).eq(1) if self.interleaved else d >= pairs
       other = d + is_second.where(-1, 1) if self.interleaved else d + is_second.where(-pairs, pairs)
       c, paired = d // 2 if self.interleaved else is_second.where(d - pairs, d), inside & (d < 2 * pairs)
-      x, y = (read_float(table, (line + c).valid(paired)) for table in (cos, sin))
+      x, y = self._cos_and_sin(row, c, paired)
       own, partner = element(d, inside), element(other, paired)
       rotated = is_second.where(own * x + partner * y, own * x - partner * y)
-      return known.where((d < 2 * pairs).where(rotated, own), nan)
+      return known.where((d < 2 * pairs).where(rotated, own), NAN)
 
     return changed
+
+  def _before_rotation(self, row: Row) -> Element:
+    """Return the elements after the norm, if there is one."""
+    return row.element if self.weight is None else self._normalized(row, self.weight)
+
+  def _cos_and_sin(self, row: Row, c: UOp, inside: UOp) -> tuple[UOp, UOp]:
+    """Return those of pair c at the position of a row; of some position if there is none."""
+    assert self.cos is not None
+    assert self.sin is not None
+    positions, pairs = sizes(self.cos)
+    place = (clamp(row.position, 0, positions - 1) * pairs + c).valid(inside)
+    return read_float(self.cos, place), read_float(self.sin, place)
 
   def _normalized(self, row: Row, weight: UOp) -> Element:
     """Return the elements after the norm. Computes the sum of squares, as `AT_ONCE` sums."""

@@ -85,7 +85,7 @@ def widened_bits(bits: UOp, stored: DType, to: DType) -> UOp:
 def rounded_bits(x: UOp, to: DType) -> UOp:
   """The bits, uint8, of a float32 rounded to nearest even as fp8e4m3 or fp8e5m2; see `Cuda.pack4`.
 
-  For GPUs that may lack an instruction for it: where tinygrad has none either, its casts lose denormal numbers.
+  For GPUs without an instruction for it; tinygrad's own casts then lose denormal numbers.
   """
   fraction, largest = FRACTION[to], LARGEST[to]
   bias = (1 << 6 - fraction) - 1  # half of the exponents

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Head(Protocol):
-  """What ranges go by: UOps in a kernel, where it is `uopattn.dsl.rules.masks.HeadMasks`, or Tensors, arrays or ints.
+  """What ranges use: UOps in a kernel, where it is `uopattn.dsl.rules.masks.HeadMasks`, or Tensors, arrays or ints.
 
   Attributes:
     start: the position of query 0, counted from key 0.
@@ -47,8 +47,8 @@ class Range:
   Attributes:
     name: suffix of the names of kernels with this mask.
     has_first, has_last: whether there is a first key, and a last one, for any query.
-    by_position: whether it goes by the positions of queries.
-    by_number: whether it also goes by the numbers of keys, of which a part of an attention must know.
+    by_position: whether it uses the positions of queries.
+    by_number: whether it also uses the numbers of keys, of which a part of an attention must know.
     by_keys: whether the mask can tell which queries see a key. If not, `first_query` and `last_query` skip no query,
       and no tile of queries is known to be full.
     is_causal: whether no query sees a key after its own position.

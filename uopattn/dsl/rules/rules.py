@@ -27,7 +27,9 @@ LEAST_SCALE = 2.0**-100  # of a head; smaller ones are this: scores are 0 by eit
 
 @dataclass(frozen=True, eq=False)
 class Rules(Masks):
-  """Everything between q.k and the weighted sum except the softmax: `Masks` and the following; and how keys are stored.
+  """Everything between q.k and the weighted sum except the softmax, in the fields of `Masks` and these.
+
+  Also how keys are stored.
 
   Attributes:
     group: query heads per key head.

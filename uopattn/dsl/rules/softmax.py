@@ -2,12 +2,12 @@
 
 Logits are scores times a factor, and P = exp(logit - row max). The hardware has 2**x, and one multiply-add for each
 score is the least that it takes: P = exp2(x a - m), where m is the row max in base 2. But the multiply-add does not
-round x a, while m is rounded: for x the row max itself the exponent is half a unit in the last place of m, e, and not
-0. As long as all tiles of a row go by the same m, 2**e is a factor on the whole row, which the division by the row sum
-removes. From tile to tile m changes, and e with it, by no more than what float32 leaves of the scores themselves. That
-suffices until 2**e leaves the range of P's type. From there on two scores that differ at all differ by so much that the
-lower one has no weight; then a may be another number than the scale, as long as it is not smaller, and with a power of
-two x a is exact, as is m. See `Scaling.factor`.
+round x a, while m is rounded. Where x is the row max itself, the exponent is then not 0 but an error e of up to half a
+unit in the last place of m. As long as all tiles of a row use the same m, 2**e is a factor on the whole row, which the
+division by the row sum removes. From tile to tile m changes, and e with it, by no more than what float32 leaves of the
+scores themselves. That suffices until 2**e leaves the range of P's type. Beyond that, any two different scores are so
+far apart that the lower one has no weight. Any factor not smaller than the scale will then do as a; a power of two
+makes x a, and so m, exact. See `Scaling.factor`.
 
 P of 8 bits is raised by a power of two, to use the type's range: m is less by that power, and rounded again. Where m is
 large that would not be exact, and P is not raised.
@@ -191,7 +191,8 @@ class Row(NamedTuple):
   Attributes:
     factor: 0 for a row that sees no key.
     lse: the log-sum-exp, natural; of a row that sees no key the sink, or -inf without one.
-    logit: the largest logit, which is a number also for a row that sees no key.
+    logit: the largest logit. For a row that sees no key it is the lowest float32 times `Scaling.natural`, -inf if that
+      is above 1.
     l_i: the sum of exponentials relative to it.
   """
 

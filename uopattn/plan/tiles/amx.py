@@ -37,8 +37,8 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   groups, usual = (1, 64 // parts) if small else (2, 128 if parts == 1 else 64)
   # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
   block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
-  # Every block packs V anew, so large blocks are better, unless masks let distant queries see different keys: all of a
-  # block's queries are computed for a tile that one of them sees, but for those ahead of it (causal).
+  # Every block packs V anew, so large blocks are better, unless masks let distant queries see different keys: a tile
+  # that one query sees is computed for all queries of the block, except, under a causal mask, those before it.
   near = any(x.has_first for x in p.masks) or p.block_heads is not None or "bounds" in p.features
   fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
   largest = max(BLOCK, min(256 if near else 1024, fitting))

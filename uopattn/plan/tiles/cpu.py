@@ -86,13 +86,13 @@ def decode(problem: Problem, target: Target) -> Iterator[Decode]:
     tiles = Decode(1, min(N, 16), 1, 4, 4, lanes)
   check_stack(tiles.stack_bytes(Dk, Dv), p)
   pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
-  best = replace(tiles, pairs=pairs, again=not target.vector.one_prefetch)
+  best = replace(tiles, pairs=pairs, one_prefetch=target.vector.one_prefetch)
   best = with_calls(replace(best, unroll_n=min(unroll_n, 4)) if pairs else best)
   yield best
 
   others = [replace(best, block_n=min(N, n)) for n in (2 * best.block_n, best.block_n // 2) if n]
   others += [replace(best, unroll_n=n) for n in (2, 4, 6, 8)] + [replace(best, unroll_d=2)]
-  others += [replace(best, again=not best.again)] + [replace(best, pairs=False)] * best.pairs
+  others += [replace(best, one_prefetch=not best.one_prefetch)] + [replace(best, pairs=False)] * best.pairs
   for x in others:
     if x.stack_bytes(Dk, Dv) <= CPU_STACK and (not x.pairs or x.fits_pairs(N, Dk, Dv)):
       yield with_calls(x)
@@ -115,11 +115,7 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
     tiles = Backward(block_m, block_n, 1, 1, lanes)
     return tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4, "indices" in p.features)
 
-  # 64 columns of Q^T or dO^T, read for every strip of keys, exceed the first-level cache
-  large = max(p.Dk, p.Dv) > 192
-  # accumulators (vectors * unroll), `unroll` broadcasts and 1 operand fit the registers
-  vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)
-  block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
+  vectors, unroll, block_m = backward_block(p, target)
   block_n = min(p.N, round_up(even(p.N, 64), unroll))
   block_m, block_n = fit_stack(needed, block_m, block_n, lanes, 1, p)
   yield make(block_m, block_n, vectors, unroll)
@@ -140,11 +136,10 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   Raises:
     ValueError: the head size is too large for the stack even with the smallest tile.
   """
-  p, lanes, many = problem, target.vector.lanes, target.vector.registers >= 32
+  p, lanes = problem, target.vector.lanes
   assert p.bias is not None
-  large, square = max(p.Dk, p.Dv) > 192, p.bias.places is Places.DISTANCES
-  vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)  # as in `backward`
-  block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
+  square = p.bias.places is Places.DISTANCES
+  vectors, unroll, block_m = backward_block(p, target)
   # Pairs: the more keys for each time that Q and dO are transposed, the better.
   block_n = block_m if square else min(p.N, 256 if p.bias.places is Places.PAIRS else 64)
 
@@ -159,9 +154,19 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   yield replace(tiles, splits=splits)
 
 
+def backward_block(problem: Problem, target: Target) -> tuple[int, int, int]:
+  """Return vectors and rows of accumulators, and the queries of a block, of a backward pass."""
+  p, lanes = problem, target.vector.lanes
+  # 64 columns of Q^T or dO^T, read for every strip of keys, exceed the first-level cache.
+  large = max(p.Dk, p.Dv) > 192
+  # Accumulators (vectors * unroll), `unroll` broadcasts and 1 operand fit the registers.
+  vectors, unroll = (2, 4) if target.vector.registers < 32 else (2, 8) if large else (4, 4)
+  return vectors, unroll, lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
+
+
 def largest_divisor(x: int, most: int) -> int:
   """The largest divisor of x that is at most `most` (and at least 1)."""
-  return max(d for d in range(1, min(max(most, 1), x) + 1) if x % d == 0)
+  return next(d for d in range(min(max(most, 1), x), 0, -1) if x % d == 0)
 
 
 def check_stack(needed: int, problem: Problem) -> None:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="empty-body, return"
 """Intel's Advanced Matrix Extensions (AMX): tiles, their products, and what brings operands into their layout.
 
 A core has eight tiles, each of 16 rows of 64 bytes. `tile_product` computes C += A B with A (16, 32) and B (32, 16)
@@ -17,7 +18,8 @@ from types import MappingProxyType
 
 from tinygrad import UOp
 
-from uopattn.dsl.instruction import Instruction, by_name, by_text, statement
+from uopattn.dsl.instruction import Instruction, Statement, instruction, statement
+from uopattn.dsl.instructions.dialect import Dialect
 
 TILES = 8
 ROWS = 16  # of a tile
@@ -58,7 +60,7 @@ def _shuffled(to: str, a: str, b: str, lanes: Sequence[int]) -> str:
 
 
 def _transpose() -> str:
-  """Text of `transpose`: four words of four rows each, of which every fourth row is loaded, then these four rows."""
+  """Text of `Amx.transpose`: four words of four rows, of which every fourth row is loaded, then these four rows."""
   rows = range(0, LANES, 4)
   unpack = {  # halves of each 128 bits of two rows, interleaved by 32 or 64 bits
     "low_words": [b + i for b in rows for i in (0, 16, 1, 17)],
@@ -107,7 +109,7 @@ def _rounded(parts: int, in_pairs: bool, places: str) -> str:
   lines = ["a = (vector)((words)a + 32768); b = (vector)((words)b + 32768);"] if parts == 1 else []
   for part in range(parts):
     if in_pairs:
-      # A shift and a blend; of them the compiler would make one shuffle of 16-bit elements, which takes longer.
+      # A shift and a blend; the compiler would merge them into one shuffle of 16-bit elements, which takes longer.
       lines.append('{{ bits y = (bits)a >> 16; __asm__("" : "+v"(y)); y |= (bits)b & 0xffff0000u;')
     else:
       order = ", ".join(map(str, range(1, 4 * LANES, 2)))
@@ -119,7 +121,7 @@ def _rounded(parts: int, in_pairs: bool, places: str) -> str:
 
 
 def _weigh(parts: int, degree: int, subtracts: bool) -> str:
-  """Text of `weigh`."""
+  """Text of `Amx.weigh`."""
   exponent = "({x} - shift) * factor" if subtracts else "{x} * factor - shift"
   return _block(
     _VECTORS,
@@ -136,12 +138,8 @@ def _weigh(parts: int, degree: int, subtracts: bool) -> str:
   )
 
 
-def _weigh_name(parts: int, degree: int, subtracts: bool) -> str:
-  return f"weigh_{parts}_{degree}{'_subtracted' * subtracts}"
-
-
 def _pack(parts: int, in_pairs: bool) -> str:
-  """Text of `pack`."""
+  """Text of `Amx.pack`."""
   return _block(
     _VECTORS,
     "char *to = (char *){0}; const char *x = (const char *){1}, *y = (const char *){2};",
@@ -150,10 +148,6 @@ def _pack(parts: int, in_pairs: bool) -> str:
     _rounded(parts, in_pairs, "to + 64 * i + part * {5}"),
     "}}",
   )
-
-
-def _pack_name(parts: int, in_pairs: bool) -> str:
-  return f"pack_{parts}{'_pairs' * in_pairs}"
 
 
 _CONFIG = _block(
@@ -167,39 +161,15 @@ _SCALE_ROWS = _block(
   "__builtin_memcpy(&x, {0} + 16 * i, 64); x *= y; __builtin_memcpy({0} + 16 * i, &x, 64); }}",
 )
 
-_LIST = [
-  Instruction("tile_config", {"c": _CONFIG}),
-  Instruction("tile_release", {"c": _block("__builtin_ia32_tilerelease();")}),
-  # tile
-  Instruction("tile_zero", {"c": _block("__builtin_ia32_tilezero({0});")}),
-  # tile, pointer, bytes between rows
-  Instruction("tile_load", {"c": _block("__builtin_ia32_tileloadd64({0}, {1}, {2});")}),
-  Instruction("tile_store", {"c": _block("__builtin_ia32_tilestored64({0}, {1}, {2});")}),
-  # tiles of C, A and B
-  Instruction("tile_product", {"c": _block("__builtin_ia32_tdpbf16ps({0}, {1}, {2});")}),
-  # pointers to write and to read, bytes between the rows of each
-  Instruction("transpose", {"c": _transpose()}),
-  # pointers to rows and to factors, number of rows
-  Instruction("scale_rows", {"c": _SCALE_ROWS}),
-  # pointers to weights, scores, shifts, sums and factors on scores, number of rows, bytes from part to part
-  *[
-    Instruction(_weigh_name(*x), {"c": _weigh(*x)}, parameters=x)
-    for x in product((1, 2, 3), EXP2, (False, True))
-    if x[1] == max(EXP2) or x[0] == 1
-  ],
-  # pointers to write and to two rows of float32, bytes from a row to the next, number of rows, bytes from part to part
-  *[
-    Instruction(_pack_name(parts, x), {"c": _pack(parts, x)}, parameters=(parts, x))
-    for parts in (1, 2, 3)
-    for x in (False, True)
-  ],
-]
-
-INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
-
-
-def _statement(name: str, after: tuple[UOp, ...], *operands: UOp | int) -> UOp:
-  return statement(INSTRUCTIONS[name], "c", after, *operands)
+_WEIGH = {
+  x: Instruction(f"weigh_{x[0]}_{x[1]}{'_subtracted' * x[2]}", {"c": _weigh(*x)}, parameters=x)
+  for x in product((1, 2, 3), EXP2, (False, True))
+  if x[1] == max(EXP2) or x[0] == 1
+}
+_PACK = {
+  x: Instruction(f"pack_parts_{x[0]}{'_pairs' * x[1]}", {"c": _pack(*x)}, parameters=x)
+  for x in product((1, 2, 3), (False, True))
+}
 
 
 def _check(*tiles: int) -> None:
@@ -208,107 +178,109 @@ def _check(*tiles: int) -> None:
       raise ValueError(f"tile {tile}: must be in 0..{TILES - 1}")
 
 
-def tile_config(*after: UOp) -> UOp:
-  """Make all tiles 16 rows of 64 bytes, with undefined content. A statement."""
-  return _statement("tile_config", after)
+class Amx(Dialect):
+  """Instructions on matrix tiles, and on vectors for their operands."""
+
+  @instruction(c=_CONFIG)
+  def tile_config(self, *after: UOp) -> Statement:
+    """Make all tiles 16 rows of 64 bytes, with undefined content. A statement."""
+
+  @instruction(c=_block("__builtin_ia32_tilerelease();"))
+  def tile_release(self, *after: UOp) -> Statement:
+    """Give up the tiles, so that the system need not save them. A statement."""
+
+  @instruction(c=_block("__builtin_ia32_tilezero({0});"))
+  def tile_zero(self, tile: int, *after: UOp) -> Statement:
+    """Set a tile to 0. A statement. Raises ValueError if there is no such tile."""
+    _check(tile)
+
+  @instruction(c=_block("__builtin_ia32_tileloadd64({0}, {1}, {2});"))
+  def tile_load(self, tile: int, place: UOp, stride: int, *after: UOp) -> Statement:
+    """Load 16 rows of 64 bytes, the first from `place` (INDEX) and each next one `stride` bytes on. A statement."""
+    _check(tile)
+
+  @instruction(c=_block("__builtin_ia32_tilestored64({0}, {1}, {2});"))
+  def tile_store(self, tile: int, place: UOp, stride: int, *after: UOp) -> Statement:
+    """Store a tile to 16 rows of 64 bytes, the first at `place` (INDEX), each next one `stride` bytes on.
+
+    A statement.
+    """
+    _check(tile)
+
+  @instruction(c=_block("__builtin_ia32_tdpbf16ps({0}, {1}, {2});"))
+  def tile_product(self, c: int, a: int, b: int, *after: UOp) -> Statement:
+    """Add the product of tiles a and b to tile c, see above. A statement.
+
+    Raises ValueError if there is no such tile, or if two of them are the same.
+    """
+    _check(c, a, b)
+    if len({c, a, b}) < 3:
+      raise ValueError(f"tiles {c}, {a} and {b}: a product needs three different ones")
+
+  @instruction(c=_transpose())
+  def transpose(self, to: UOp, source: UOp, to_stride: int, stride: int, *after: UOp) -> Statement:
+    """Transpose 16 rows of 16 32-bit words. A statement.
+
+    Args:
+      to, source: INDEX of the first element, of any type.
+      to_stride, stride: bytes between the rows of `to` and of `source`.
+    """
+
+  @instruction(c=_SCALE_ROWS)
+  def scale_rows(self, rows: UOp, factors: UOp, count: int, *after: UOp) -> Statement:
+    """Multiply `count` rows of 16 float32 by 16 factors, unless all factors are 1. A statement.
+
+    Args:
+      rows, factors: INDEX of the first element.
+    """
+
+  def weigh(
+    self,
+    to: UOp,
+    scores: UOp,
+    shift: UOp,
+    sums: UOp,
+    factor: UOp,
+    rows: int,
+    part_bytes: int,
+    parts: int,
+    degree: int,
+    subtracts: bool,
+    *after: UOp,
+  ) -> UOp:
+    """Turn scores of 16 queries, one per lane, into weights exp2(score * factor - shift) for `tile_product`.
+
+    With `subtracts` they are exp2((score - shift) * factor). A statement.
+
+    Args:
+      to: INDEX of (rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16: rounded
+        to nearest, or in several parts, each of them cut off.
+      scores: INDEX of (rows, 16) float32.
+      shift: INDEX of 16 float32, close to or above score * factor, or score.
+      sums: INDEX of 16 float32, to which the weights, before rounding, are added.
+      factor: INDEX of 16 float32, the factors on the scores.
+      rows: keys, an even number.
+      part_bytes: from one part to the next.
+      parts: 1, 2 or 3.
+      degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
+    """
+    declared = _WEIGH[parts, degree, subtracts]
+    return statement(declared, self.name, after, to, scores, shift, sums, factor, rows, part_bytes)
+
+  def pack(
+    self, to: UOp, a: UOp, b: UOp, stride: int, count: int, part_bytes: int, parts: int, in_pairs: bool, *after: UOp
+  ) -> UOp:
+    """Turn rows of 16 float32 into bfloat16, 32 of two rows in 64 bytes, `count` times. A statement.
+
+    Args:
+      to: INDEX of what receives them, of any type, 64 bytes after 64 bytes.
+      a, b: INDEX of the first two rows; the next ones are `stride` bytes on.
+      part_bytes: from one part to the next; see `weigh` for parts.
+      parts: 1, 2 or 3.
+      in_pairs: whether elements of a and b alternate, as in a right operand's rows; else those of b follow those of a.
+    """
+    return statement(_PACK[parts, in_pairs], self.name, after, to, a, b, stride, count, part_bytes)
 
 
-def tile_release(*after: UOp) -> UOp:
-  """Give up the tiles, so that the system need not save them. A statement."""
-  return _statement("tile_release", after)
-
-
-def tile_zero(tile: int, *after: UOp) -> UOp:
-  """Set a tile to 0. A statement. Raises ValueError if there is no such tile."""
-  _check(tile)
-  return _statement("tile_zero", after, tile)
-
-
-def tile_load(tile: int, place: UOp, stride: int, *after: UOp) -> UOp:
-  """Load 16 rows of 64 bytes, the first from `place` (INDEX) and each next one `stride` bytes on. A statement."""
-  _check(tile)
-  return _statement("tile_load", after, tile, place, stride)
-
-
-def tile_store(tile: int, place: UOp, stride: int, *after: UOp) -> UOp:
-  """Store a tile to 16 rows of 64 bytes, the first at `place` (INDEX), each next one `stride` bytes on. A statement."""
-  _check(tile)
-  return _statement("tile_store", after, tile, place, stride)
-
-
-def tile_product(c: int, a: int, b: int, *after: UOp) -> UOp:
-  """Add the product of tiles a and b to tile c, see above. A statement.
-
-  Raises ValueError if there is no such tile, or if two of them are the same.
-  """
-  _check(c, a, b)
-  if len({c, a, b}) < 3:
-    raise ValueError(f"tiles {c}, {a} and {b}: a product needs three different ones")
-  return _statement("tile_product", after, c, a, b)
-
-
-def transpose(to: UOp, source: UOp, strides: tuple[int, int], *after: UOp) -> UOp:
-  """Transpose 16 rows of 16 32-bit words. A statement.
-
-  Args:
-    to, source: INDEX of the first element, of any type.
-    strides: bytes between the rows of `to` and of `source`.
-  """
-  return _statement("transpose", after, to, source, *strides)
-
-
-def scale_rows(rows: UOp, factors: UOp, count: int, *after: UOp) -> UOp:
-  """Multiply `count` rows of 16 float32 by 16 factors, unless all factors are 1. A statement.
-
-  Args:
-    rows, factors: INDEX of the first element.
-  """
-  return _statement("scale_rows", after, rows, factors, count)
-
-
-def weigh(
-  to: UOp,
-  scores: UOp,
-  shift: UOp,
-  sums: UOp,
-  factor: UOp,
-  rows: int,
-  part_bytes: int,
-  parts: int,
-  degree: int,
-  subtracts: bool,
-  *after: UOp,
-) -> UOp:
-  """Turn scores of 16 queries, one per lane, into weights exp2(score * factor - shift) for `tile_product`. A statement.
-
-  With `subtracts` they are exp2((score - shift) * factor).
-
-  Args:
-    to: INDEX of (rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16: rounded to
-      nearest, or in several parts, each of them cut off.
-    scores: INDEX of (rows, 16) float32.
-    shift: INDEX of 16 float32, close to or above score * factor, or score.
-    sums: INDEX of 16 float32, to which the weights, before rounding, are added.
-    factor: INDEX of 16 float32, the factors on the scores.
-    rows: keys, an even number.
-    part_bytes: from one part to the next.
-    parts: 1, 2 or 3.
-    degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
-  """
-  name = _weigh_name(parts, degree, subtracts)
-  return _statement(name, after, to, scores, shift, sums, factor, rows, part_bytes)
-
-
-def pack(
-  to: UOp, a: UOp, b: UOp, stride: int, count: int, part_bytes: int, parts: int, in_pairs: bool, *after: UOp
-) -> UOp:
-  """Turn rows of 16 float32 into bfloat16, 32 of two rows in 64 bytes, `count` times. A statement.
-
-  Args:
-    to: INDEX of what receives them, of any type, 64 bytes after 64 bytes.
-    a, b: INDEX of the first two rows; the next ones are `stride` bytes on.
-    part_bytes: from one part to the next; see `weigh` for parts.
-    parts: 1, 2 or 3.
-    in_pairs: whether elements of a and b alternate, as in a right operand's rows; else those of b follow those of a.
-  """
-  return _statement(_pack_name(parts, in_pairs), after, to, a, b, stride, count, part_bytes)
+# What has a text for each number of parts, and so is no declaration in the class.
+IN_FAMILIES = *_WEIGH.values(), *_PACK.values()
