@@ -13,7 +13,7 @@ of matrix instruction.
 
 Compilers for Apple's GPUs, and for those without matrix units (cl), run nowhere else: their rows count what tinygrad
 renders for one thread. A tile is queries x keys; "words" are 32-bit words that are in registers from one tile to the
-next, the least that a thread needs. On cl a "matrix" instruction is a multiply-add.
+next, the least that a thread needs. In kernels for GPUs without matrix units a "matrix" instruction is a multiply-add.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from report_table import Row, line, markdown
 from uopattn.measure.program import Usage, check_writable, exit_status
 
 ROWS = (__doc__ or "").split("\n\n", 1)[1]  # the meaning of rows and columns
+PARTS = {"AMD": report_amd, "NVIDIA": report_cuda, "other GPUs": report_counted}
 
 
 def show(title: str, columns: Mapping[str, int], rows: Iterable[Row]) -> str:
@@ -50,7 +51,7 @@ def show(title: str, columns: Mapping[str, int], rows: Iterable[Row]) -> str:
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  every = report_amd.ARCHES + report_cuda.ARCHES + report_counted.ARCHES
+  every = [arch for part in PARTS.values() for arch in part.ARCHES]
   names = report_counted.NAMES
   parser.add_argument("arch", nargs="*", help=f"gfx..., sm_..., {', '.join(names)}; default: {' '.join(every)}")
   parser.add_argument("--H", type=int, default=32, help="heads, by which tiles are chosen (default 32)")
@@ -61,7 +62,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--markdown", metavar="FILE", help="also write the tables, without and with a causal mask")
   args = parser.parse_args(words)
   for arch in args.arch:
-    if arch not in names and not arch.startswith(("gfx", "sm_")):
+    if not any(part.serves(arch) for part in PARTS.values()):
       parser.error(
         f"{arch!r} is no target; accepted are {', '.join(names)}, and gfx... of AMD and sm_... of NVIDIA, such as "
         f"{', '.join(report_amd.ARCHES + report_cuda.ARCHES)}"
@@ -75,29 +76,23 @@ def report(args: argparse.Namespace, command: str = "scripts/compile_report") ->
   Raises Usage, RuntimeError or ValueError if a named target cannot be compiled for.
   """
   if args.markdown:
-    check_writable("--markdown", args.markdown)
-  amd = [arch for arch in args.arch if arch.startswith("gfx")] or () if args.arch else report_amd.ARCHES
-  cuda = [arch for arch in args.arch if arch.startswith("sm_")] or () if args.arch else report_cuda.ARCHES
+    check_writable(f"--markdown {args.markdown}", args.markdown)
   tables = []
   cases = [(D, causal) for D in args.D for causal in ((False, True) if args.markdown else (args.causal,))]
-  for D, causal in cases if amd else ():
-    title = f"AMD, D={D}{', causal' * causal}"
-    tables.append(show(title, report_amd.COLUMNS, report_amd.rows(amd, args.M, args.N, D, causal)))
-  if cuda and report_cuda.compiler() is None:
-    if args.arch:
-      raise Usage(report_cuda.NONE)
-    print(report_cuda.NONE)
-    cuda = ()
-  for D, causal in cases if cuda else ():
-    title = f"NVIDIA, D={D}{', causal' * causal}"
-    tables.append(show(title, report_cuda.COLUMNS, report_cuda.rows(cuda, args.H, args.M, args.N, D, causal)))
-  other = [arch for arch in args.arch if arch in report_counted.NAMES] if args.arch else report_counted.ARCHES
-  for D, causal in cases if other else ():
-    title = f"other GPUs, D={D}{', causal' * causal}"
-    rows = report_counted.rows(other, args.H, args.M, args.N, D, causal)
-    tables.append(show(title, report_counted.COLUMNS, rows))
-  if cuda and sass.disassembler() is None:
-    print(sass.NONE)
+  for vendor, part in PARTS.items():
+    arches = [x for x in args.arch if part.serves(x)] if args.arch else part.ARCHES
+    if not arches:
+      continue
+    if part is report_cuda and report_cuda.compiler() is None:
+      if args.arch:
+        raise Usage(report_cuda.NONE)
+      print(report_cuda.NONE)
+      continue
+    for D, causal in cases:
+      rows = part.rows(arches, args.H, args.M, args.N, D, causal)
+      tables.append(show(f"{vendor}, D={D}{', causal' * causal}", part.COLUMNS, rows))
+    if part is report_cuda and sass.disassembler() is None:
+      print(sass.NONE)
   if args.markdown:
     about = f"# Compile report\n\nWritten on {datetime.date.today()} by\n\n```sh\n{command}\n```\n\n{ROWS}"
     Path(args.markdown).write_text("\n".join([about, *tables]))

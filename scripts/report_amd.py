@@ -15,26 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from report_table import Row, kind
-from tinygrad import UOp, dtypes
+from report_table import Row, kernels_of, kind
+from tinygrad import dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
-from tinygrad.dtype import DType
 from tinygrad.helpers import Target, round_up
 from tinygrad.uop.ops import Ops
 
+from uopattn.dsl.amd.fragments import Fragments
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target as Machine
 from uopattn.kernels import amd_backward
-from uopattn.kernels.amd_forward import Tiles, forward
-from uopattn.plan.tiles import amd
+from uopattn.kernels.amd_forward import Tiles
+from uopattn.plan.dispatch import NoKernel
+from uopattn.plan.launch import Launch
 from uopattn.runtime.amd import ExtendedHIP
 from uopattn.runtime.clang import clang_version, find_clang
+from uopattn.spec.spec import AttentionSpec
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
-KERNELS = ("fwd", "dQ", "dK dV")
 TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}  # of all targets
 ALL_TYPES = {**TYPES, "float32": dtypes.float32, "fp8e4m3": dtypes.fp8e4m3, "fp8e5m2": dtypes.fp8e5m2}
 # Kinds of instructions, as patterns of their names; the first match counts.
@@ -58,8 +57,6 @@ extern "C" __attribute__((device)) size_t __ockl_get_{name}_id(unsigned int axis
   for name, builtin in (("local", "workitem"), ("group", "workgroup"))
 )
 NONE = "no compiler for AMDGPU: pip install '.[amd]' for llvmlite, or install the system's clang (clang-19 does)"
-# The schedule that this project started from, in March 2026: vgprs, spills, waves per SIMD, matrix, instructions.
-FIRST = {("gfx1100", 64): (241, 0, 5, 32, 745), ("gfx1100", 128): (256, 3, 2, 64, 1029)}
 COLUMNS = {"vgprs": 5, "agprs": 5, "spills": 6, "scratch": 7, "LDS": 5, "occ": 3, "each": 4} | {
   name: max(4, len(name)) for name in KINDS
 }
@@ -103,6 +100,11 @@ class Compiled:
     return occupancy(self.tiles.arch, self.vgprs, self.lds, self.tiles.waves)
 
 
+def serves(name: str) -> bool:
+  """Return whether a name is that of a target of AMD."""
+  return name.startswith("gfx")
+
+
 def occupancy(arch: str, vgprs: int, lds: int, waves: int) -> int:
   """Return the waves per SIMD allowed by vector registers and LDS, in whole workgroups of `waves` per compute unit.
 
@@ -117,33 +119,27 @@ def occupancy(arch: str, vgprs: int, lds: int, waves: int) -> int:
   return min(by_registers, by_lds) * waves // simds
 
 
-def graph(
-  kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
-) -> tuple[UOp, AnyTiles]:
-  """Build a kernel of KERNELS; return its graph and its tiles."""
+def launches(arch: str, dtype: str, M: int, N: int, D: int, causal: bool, backward: bool) -> list[tuple[str, Launch]]:
+  """Return the kernels of a pass for one head, by name; [] if no tile of those for matrix instructions fits.
+
+  Raises:
+    ValueError: no matrix instruction is known for the target.
+  """
+  Fragments.of(arch)
   masks = Window.of(None, 0 if causal else None)
-  rules = Rules(M, N, heads=heads, scale=D**-0.5, masks=masks)
-  problem = Problem(1, heads, heads, M, N, D, D, dtype, D**-0.5, masks=masks)
-  rows = {"fwd": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
-  arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
-  if kernel == "fwd":
-    tiles = next(amd.forward(problem, Machine("AMD", arch)))
-    return forward(*arguments, rules=rules, tiles=tiles), tiles
-  arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
-  own = next(amd.backward(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv"))
-  backward_kernel = amd_backward.SCHEDULE.kernels[kernel != "dQ"]
-  named = {x.parameter or x.name: place for x, place in zip(backward_kernel.buffers, arguments, strict=True)}
-  return backward_kernel.graph(named, rules=rules, tiles=own), own
+  spec = AttentionSpec(1, 1, 1, M, N, D, D, ALL_TYPES[dtype], D**-0.5, masks=masks)
+  try:
+    found = kernels_of(spec, Machine("AMD", arch), backward)
+  except NoKernel:
+    return []
+  return [(name, launch) for name, launch in found if isinstance(launch.tiles, AnyTiles)]
 
 
-def source(
-  kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
-) -> tuple[str, AnyTiles]:
-  """Return a kernel in HIP, as tinygrad renders it, and its tiles."""
-  renderer = ExtendedHIP(Target("AMD", "HIPCC", arch), use_hipcc=True)
+def source(launch: Launch) -> str:
+  """Return a kernel in HIP, as tinygrad renders it."""
+  renderer = ExtendedHIP(Target("AMD", "HIPCC", launch.tiles.arch), use_hipcc=True)
   renderer.compiler = Compiler()
-  built, tiles = graph(kernel, arch, dtype, heads, M, N, D, causal)
-  return for_clang(next(u.arg for u in to_program(built, renderer).src if u.op is Ops.SOURCE)), tiles
+  return for_clang(next(u.arg for u in to_program(launch.graph(), renderer).src if u.op is Ops.SOURCE))
 
 
 def for_clang(text: str) -> str:
@@ -252,10 +248,9 @@ def main_loop(text: str) -> Counter[str]:
   return max(counts, key=lambda count: (count["matrix"], -count.total()))
 
 
-def measure(kernel: str, arch: str, dtype: str, M: int, N: int, D: int, causal: bool) -> Compiled:
-  """Compile a kernel for one head. Raises RuntimeError if there is no compiler or compilation fails."""
-  text, tiles = source(kernel, arch, ALL_TYPES[dtype], 1, M, N, D, causal)
-  return compiled(tiles, *assembly(text, arch))
+def measure(launch: Launch) -> Compiled:
+  """Compile a kernel. Raises RuntimeError if there is no compiler or compilation fails."""
+  return compiled(launch.tiles, *assembly(source(launch), launch.tiles.arch))
 
 
 def compiled(tiles: AnyTiles, code: str, compiler: str) -> Compiled:
@@ -279,24 +274,25 @@ def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
   return Row(f"{arch:7} {kernel:5} {dtype:8} {t.waves}x{own}x{block}", cells, c.compiler)
 
 
-def types(kernel: str, arch: str) -> list[str]:
-  """The types that a kernel has on a target."""
-  by_bits = {32: True, 16: True, 8: kernel == "fwd" and not arch.startswith("gfx11")}
-  return [name for name, dtype in ALL_TYPES.items() if by_bits[8 * dtype.itemsize]]
+def types(arch: str, backward: bool = False) -> list[str]:
+  """Return the types that the kernels of a pass have on a target."""
+  has_8_bits = not backward and not arch.startswith("gfx11")
+  return [name for name, dtype in ALL_TYPES.items() if dtype.itemsize > 1 or has_8_bits]
 
 
-def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Yield a row for each target, kernel and dtype, empty where no tile fits."""
+def rows(arches: Sequence[str], _heads: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
+  """Yield a row for each target, pass, dtype and kernel, empty where no tile fits.
+
+  Kernels are compiled for one head, because their tiles do not depend on the number of heads.
+
+  Raises:
+    ValueError: no matrix instruction is known for a target.
+  """
   for arch in arches:
-    if first := FIRST.get((arch, D)):
-      vgprs, spills, waves, matrix, instructions = first
-      cells = (vgprs, "-", spills, "?", "?", waves, f"{instructions / matrix:.1f}", matrix)
-      yield Row(f"{arch:7} first, March 2026", cells)
-    for kernel in KERNELS:
-      for dtype in types(kernel, arch):
-        try:
-          compiled_kernel = measure(kernel, arch, dtype, M, N, D, causal)
-        except ValueError:  # no tile has enough registers or LDS
-          yield Row(f"{arch:7} {kernel:5} {dtype:8} no tile", ())
-          continue
-        yield row(kernel, arch, dtype, compiled_kernel)
+    for backward in (False, True):
+      for dtype in types(arch, backward):
+        found = launches(arch, dtype, M, N, D, causal, backward)
+        if not found:
+          yield Row(f"{arch:7} {'grads' if backward else 'fwd':5} {dtype:8} no tile", ())
+        for kernel, launch in found:
+          yield row(kernel, arch, dtype, measure(launch))

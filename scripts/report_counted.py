@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from report_table import Row
+from report_table import Row, kernels_of
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace
@@ -18,10 +18,9 @@ from tinygrad.uop.ops import GroupOp, Ops
 
 from uopattn.dsl.instructions import BY_TEXT
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.target import GENERIC, Target
+from uopattn.dsl.target import Target
 from uopattn.emulator.device import APPLE, CL, EMUCLRenderer, EMUMetalRenderer
 from uopattn.emulator.lanes import buffer_of
-from uopattn.plan.dispatch import dispatch, dispatch_backward, stages
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
 
@@ -30,6 +29,11 @@ NAMES = (*APPLE, "cl")
 TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16, "float32": dtypes.float32}
 KINDS = ("matrix", "float", "integer", "lane", "local", "global", "barrier")
 COLUMNS = {"words": 5, "LDS": 6, "each": 5} | {name: len(name) for name in KINDS}
+
+
+def serves(name: str) -> bool:
+  """Return whether a name is in `NAMES`."""
+  return name in NAMES
 
 
 def target_of(name: str) -> Target:
@@ -43,19 +47,17 @@ def renderer_of(name: str) -> Renderer:
 
 
 def launches(name: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool) -> list[tuple[str, Launch]]:
-  """Return the kernels of both passes and what the report calls them."""
+  """Return the kernels of both passes, by name. Raises NoKernel."""
   target, masks = target_of(name), Window.of(None, 0 if causal else None)
   spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, masks=masks)
-  forward = next(x for x in stages(dispatch(spec, target)) if "tiles" in x.kernel.params)
-  backward = [x for x in dispatch_backward(spec, target) if "tiles" in x.kernel.params]
-  return [("fwd", forward), *zip(("dq", "dkdv"), backward, strict=True)]
+  return [x for backward in (False, True) for x in kernels_of(spec, target, backward)]
 
 
 def kind(u: UOp, generic: bool, depth: int) -> str | None:
   """Return the kind of an operation at a depth of loops; None for what is no instruction by itself.
 
-  Without matrix units, a product of the loops along k is a "matrix" instruction, a multiply-add with the sum that it is
-  added to.
+  In a generic kernel, without matrix instructions, a product of the loops along k counts as one: it is a multiply-add
+  with the sum that it is added to.
   """
   if u.op is Ops.WMMA or (generic and depth > 1 and u.op is Ops.MUL and u.dtype == dtypes.float):
     return "matrix"
@@ -121,7 +123,7 @@ def count(name: str, launch: Launch) -> Counted:
   for u in program:
     if u.op is Ops.BUFFER:
       sizes[u.addrspace] += u.max_numel() * u.dtype.itemsize
-  loop = counted(program, target_of(name).runs == GENERIC)
+  loop = counted(program, generic=not any(u.op is Ops.WMMA for u in program))
   return Counted(name, launch, sizes[AddrSpace.REG] // 4, sizes[AddrSpace.LOCAL], loop)
 
 
@@ -130,11 +132,11 @@ def row(what: str, dtype: str, c: Counted) -> Row:
   t: Any = c.launch.tiles
   rows, block = (t.block_m, t.block_n) if what == "fwd" else (t.rows, t.block)
   cells = (c.words, c.shared, f"{c.each:.1f}", *(c.loop[x] for x in KINDS))
-  return Row(f"{c.target:6} {what:4} {dtype:8} {rows}x{block}", cells)
+  return Row(f"{c.target:6} {what:6} {dtype:8} {rows}x{block}", cells)
 
 
 def rows(names: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Yield a row for each target, dtype and kernel of both passes."""
+  """Yield a row for each target, dtype and kernel of both passes. Raises NoKernel."""
   for name in names:
     for dtype in TYPES:
       for what, launch in launches(name, dtype, H, M, N, D, causal):

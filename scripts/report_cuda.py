@@ -96,6 +96,11 @@ class Compiled:
     return resident(self.arch, self.registers, self.shared, self.launch.tiles.threads)
 
 
+def serves(name: str) -> bool:
+  """Return whether a name is that of a target of NVIDIA."""
+  return name.startswith("sm_")
+
+
 def limits(arch: str) -> tuple[int, int]:
   """Return the most threads and workgroups of a multiprocessor. Raises ValueError if the target is unknown."""
   if arch not in MULTIPROCESSOR:
@@ -214,7 +219,7 @@ def figure(said: str, what: str) -> int:
   """Return the number before `what` in ptxas' report. Raises RuntimeError if there is none."""
   match = re.search(rf"(\d+) {what}", said)
   if match is None:
-    raise RuntimeError(f"the compiler's messages tell no {what}: {said}")
+    raise RuntimeError(f"the compiler's messages have no number of {what}: {said}")
   return int(match[1])
 
 

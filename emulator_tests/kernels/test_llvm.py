@@ -145,7 +145,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
   [
     pytest.param(x, y, marks=[pytest.mark.slow] if y.startswith("fp8") else [])
     for x in (*ARCHES, "gfx1103")
-    for y in types("fwd", x)
+    for y in types(x)
   ],
 )
 def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:

@@ -4,8 +4,8 @@ import dataclasses
 import re
 import subprocess
 from collections import Counter
-from typing import Any
 
+import compile_report
 import pytest
 import report_amd
 import report_counted
@@ -39,7 +39,8 @@ def compiled_by(of: str, arch: str, dtype: str, D: int, causal: bool) -> Compile
       pytest.skip(f"{clang_version()} does not know gfx950; clang 20 does")
     if arch.startswith("gfx11") and (dtype, D) == ("float16", 64):
       pytest.skip(f"{clang_version()} makes one instruction more than the budget, which newer ones keep")
-  return measure(of, arch, dtype, 1024, 1024, D, causal)
+  kernels = report_amd.launches(arch, dtype, 1024, 1024, D, causal, backward=of != "fwd")
+  return measure(dict(kernels)[of])
 
 
 def faults(arch: str, dtype: str, D: int, c: Compiled, causal: bool = False) -> list[str]:
@@ -216,16 +217,37 @@ def test_rows_fit_a_screen() -> None:
   assert max(len(line(wide.name, wide.cells, COLUMNS)), len(line("", list(COLUMNS), COLUMNS))) <= 120
 
 
-def test_a_case_that_no_tile_fits_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-  """As float32's dK and dV on gfx1100 at D=64: the rows after it must not be lost."""
+def test_each_kernel_of_a_pass_is_a_row_and_one_says_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(report_amd, "measure", lambda launch: dataclasses.replace(GOOD, tiles=launch.tiles))
 
-  def measure(*given: Any) -> Compiled:
-    raise ValueError("head size 64: the smallest tile needs 232 registers per lane; 224 are available")
+  def found(arch: str, D: int) -> list[str]:
+    return [" ".join(x.name.split()[1:-1]) for x in report_amd.rows([arch], 8, 64, 64, D, causal=False)]
 
-  monkeypatch.setattr(report_amd, "measure", measure)
-  found = list(report_amd.rows(["gfx1201", "gfx942"], 64, 64, 64, causal=False))
-  assert {x.name.split()[0] for x in found} == {"gfx1201", "gfx942"}
-  assert all(x.name.endswith("no tile") for x in found)
+  of_16_bits = [f"{name} {dtype}" for dtype in TYPES for name in ("dQ", "dK dV")]
+  dtypes = [*TYPES, "float32"]
+  assert found("gfx1100", 64) == [
+    *(f"fwd {x}" for x in dtypes),
+    *of_16_bits,
+    *(f"{x} float32" for x in ("dQ", "dK", "dV")),
+  ]
+  assert found("gfx942", 320)[-3:] == [f"grads {x} no" for x in dtypes]
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["gfx9999"], "no matrix instruction known for gfx9999; there are some for gfx11"),
+    (["apple9", "--markdown", "/nowhere/x.md"], "--markdown /nowhere/x.md: there is no such folder"),
+  ],
+)
+def test_what_cannot_be_reported(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+  assert compile_report.main(words) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_large_head_sizes_have_a_kernel_for_each_gradient() -> None:
+  found = [name for name, _ in report_counted.launches("apple9", "float16", 8, 1024, 1024, 320, False)]
+  assert found == ["fwd", "dQ", "dK", "dV"]
 
 
 # Instructions for each matrix instruction, or multiply-add, of the loops of forward, dQ, and dK and dV.

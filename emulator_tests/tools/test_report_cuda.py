@@ -136,7 +136,7 @@ def test_a_multiprocessor_that_is_not_known() -> None:
 def test_figures() -> None:
   said = "    0 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads\nptxas info    : Used 235 registers"
   assert [figure(said, what) for what in ("bytes spill stores", "bytes spill loads", "registers")] == [8, 16, 235]
-  with pytest.raises(RuntimeError, match="the compiler's messages tell no bytes lost"):
+  with pytest.raises(RuntimeError, match="the compiler's messages have no number of bytes lost"):
     figure(said, "bytes lost")
 
 
