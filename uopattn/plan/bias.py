@@ -26,7 +26,6 @@ from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import Devices, devices_of, on_devices, on_each, selected
 from uopattn.spec.spec import AttentionSpec
-from uopattn.spec.trace import of_tensors
 
 BLOCK_BYTES = 16 << 20
 ROWS = 64  # queries at a time are a multiple of this, and of the kernel's blocks
@@ -108,10 +107,11 @@ class Read:
     if places is not Places.PAIRS or self._axes is not None or count >= spec.M:
       sums = _sums(residuals, arguments, self.bias)
       placed = self._placed(residuals, sums, x)
-      return [self._looked_up(sums, x, arguments, firsts) if placed is None else placed]
+      return [self._looked_up(spec, sums, x, arguments, firsts) if placed is None else placed]
 
     def look_up(sums: Tensor, first: Tensor) -> Tensor:
-      return self._looked_up(sums, x, arguments, [y + first if axis == 2 else y for axis, y in enumerate(firsts)])
+      at = [y + first if axis == 2 else y for axis, y in enumerate(firsts)]
+      return self._looked_up(spec, sums, x, arguments, at)
 
     return [_by_queries(residuals, arguments, replace(self.bias, count=count), look_up)]
 
@@ -170,10 +170,12 @@ class Read:
     before = [min(max(0, a), size) for a, size in zip(starts, shape, strict=True)]
     return x.pad(tuple((m, size - m - n) for m, n, size in zip(before, sizes(x), shape, strict=True)))
 
-  def _looked_up(self, sums: Tensor, x: Tensor, arguments: Arguments, firsts: Sequence[int | Tensor]) -> Tensor:
+  def _looked_up(
+    self, spec: AttentionSpec, sums: Tensor, x: Tensor, arguments: Arguments, firsts: Sequence[int | Tensor]
+  ) -> Tensor:
     """Let tinygrad differentiate the look-up of as many elements as there are sums."""
     assert self.bias.read is not None
-    assert arguments.score_mod is not None
+    assert spec.score_mod is not None
     of_aux, number = self.bias.read
     leaf = x.detach()
     lookups = [Reads(leaf if i == of_aux else y.detach()) for i, y in enumerate(arguments.aux)]
@@ -183,7 +185,7 @@ class Read:
     ]
     if self.bias.places is Places.DISTANCES:
       at[2] = at[2] * 0  # the keys are then as far from it as their number says
-    of_tensors(arguments.score_mod, Tensor.zeros(1, 1, 1, 1), *at, *lookups)
+    spec.score_mod.of_tensors(Tensor.zeros(1, 1, 1, 1), *at, *lookups)
     (grad,) = (lookups[of_aux].gathered[number].float() * sums.detach()).sum().gradient(leaf)
     return grad.float()
 

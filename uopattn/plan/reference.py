@@ -15,7 +15,7 @@ from uopattn.dsl.rules.ranges import Bounds, Lengths
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import Devices, devices_of, on_each
 from uopattn.spec.spec import AttentionSpec
-from uopattn.spec.trace import of_tensors
+from uopattn.spec.tensors import placed
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> tuple[Tensor, Tensor]:
@@ -169,9 +169,10 @@ class Lookup:
 def _modify(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Apply softcap, then score_mod, then the additive mask."""
   if arguments.softcap is not None:
-    scores = arguments.softcap * (scores / arguments.softcap).tanh()
-  if arguments.score_mod is not None:
-    scores = of_tensors(arguments.score_mod, scores, *_numbers(scores, spec), *map(Lookup, arguments.aux))
+    scores = _capped(scores, arguments.softcap)
+  if spec.score_mod is not None:
+    modified = spec.score_mod.of_tensors(scores, *_numbers(scores, spec), *map(Lookup, arguments.aux))
+    scores = placed(modified, scores.device).cast(scores.dtype).expand(scores.shape)
   if arguments.attn_mask is not None and arguments.attn_mask.dtype != dtypes.bool:
     scores = scores + arguments.attn_mask.cast(scores.dtype)
   return scores
@@ -186,6 +187,17 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   ranges += [] if arguments.bounds is None else [Bounds()]
   rules: list[Tensor] = []
   if arguments.indices is not None:
+def _capped(scores: Tensor, cap: float) -> Tensor:
+  """Return cap * tanh(scores / cap).
+
+  tinygrad's tanh loses all digits near 0. There it is Lambert's continued fraction, x / (1 + x^2 / (3 + x^2 / ...)).
+  """
+  near = scores.clip(-cap / 2, cap / 2)
+  square = (near / cap).square()
+  fraction = reduce(lambda rest, n: n + square / rest, (9, 7, 5, 3, 1), 11 + square / 13)
+  return (scores.abs() < cap / 2).where(near / fraction, cap * (scores / cap).tanh())
+
+
     assert spec.pages is not None
     seen = _is_chosen(arguments.indices, spec.pages[1])
     rules.append(seen.repeat_interleave(spec.Hq // sizes(seen)[1], 1).unsqueeze(2))
@@ -195,10 +207,10 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
     rules += [] if last is None else [j <= last]
   if arguments.attn_mask is not None and arguments.attn_mask.dtype == dtypes.bool:
     rules.append(arguments.attn_mask)
-  if arguments.mask_mod is not None:
-    rules.append(_bool(of_tensors(arguments.mask_mod, *numbers, *map(Lookup, arguments.aux))))
-  if arguments.block_mask is not None:
-    rules.append(_bool(of_tensors(arguments.block_mask.seen, *numbers, *map(Lookup, arguments.block_mask.aux))))
+  if spec.mask_mod is not None:
+    rules.append(spec.mask_mod.of_tensors(*numbers, *map(Lookup, arguments.aux)))
+  if spec.block_mod is not None and arguments.block_mask is not None:
+    rules.append(spec.block_mod.of_tensors(*numbers, *map(Lookup, arguments.block_mask.aux)))
   for seen in rules:
     scores = seen.where(scores, -math.inf)
   return scores
@@ -214,11 +226,6 @@ def dropped(weights: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tenso
     (arguments.seed[0], arguments.seed[1]), row.cast(dtypes.uint32), j.cast(dtypes.uint32), arguments.dropout_p
   )
   return keep.where(weights / (1 - arguments.dropout_p), 0)
-
-
-def _bool(seen: Tensor | bool) -> Tensor:
-  """Return the result of a mask_mod as a Tensor; it may be a constant bool."""
-  return seen if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:

@@ -136,17 +136,14 @@ class BlockMask:
     return B, H
 
   def on(self, devices: tuple[str, ...], axis: int | None) -> "BlockMask":
-    """Return the shard of the mask for each of several devices, which divide batches (0) or heads (1) among them.
-
-    Its `mask_mod` is called with the indices of batches and heads in the whole mask.
-    """
+    """Return the shard of the mask for each of several devices, which divide batches (0) or heads (1) among them."""
     key = devices, axis
     if key not in self._shards:
       counts = self.counts.to(devices)
       shard = shard_of(counts, axis if axis is not None and self.heads[axis] > 1 else None)
       _realize(shard)
       aux = tuple(gathered(x if isinstance(x.device, tuple) else x.to(devices)) for x in self.aux)
-      self._shards[key] = replace(self, mask_mod=self.seen, counts=shard, aux=aux, _lists={}, _shards={})
+      self._shards[key] = replace(self, counts=shard, aux=aux, _lists={}, _shards={})
     return self._shards[key]
 
   def within(
@@ -160,12 +157,12 @@ class BlockMask:
     """
     key = devices, rows, M, keys, N
     if key not in self._shards:
-      counts, blocks = self.on(devices, None).counts, (self.block_m, self.block_n)
+      whole = self.on(devices, None)
+      counts, blocks = whole.counts, (self.block_m, self.block_n)
       if self.fits(rows, M, keys, N):
         for axis, block, firsts, count in zip((2, 3), blocks, (rows, keys), (M, N), strict=True):
           wanted = [(i, first // block, ceildiv(count, block)) for i, first in enumerate(firsts)]
           counts = pieces(counts, axis, wanted)
-      whole = self.on(devices, None)
       _realize(counts)
       self._shards[key] = replace(whole, M=M, N=N, counts=counts, _lists={}, _shards={})
     return self._shards[key]
@@ -238,7 +235,7 @@ class BlockMask:
         f"block_mask was made for scores of {mine}; it must be for {(B, Hq, M, N)}, with 1 allowed for the first two"
       )
 
-  def tile_lists(self, block: int, tile: int, of_keys: bool = False) -> tuple[Tensor, Tensor]:
+  def tile_lists(self, block: int, tile: int, of_keys: bool) -> tuple[Tensor, Tensor]:
     """List the tiles of keys that each block of queries attends to; see `uopattn.dsl.rules.masks.Masks.tile_lists`.
 
     A tile is full if all the mask's blocks that it touches are full and it ends before N. Kernels skip it if all of
@@ -246,7 +243,7 @@ class BlockMask:
 
     Args:
       block, tile: rows per block and per tile of the kernel.
-      of_keys: list the tiles of queries that see each block of keys instead. A full tile also ends before M.
+      of_keys: whether to list the tiles of queries that see each block of keys instead. A full tile also ends before M.
 
     Returns:
       The tiles, full ones first and empty ones last, (B or 1, Hq or 1, blocks, tiles) int32; and how many are full and

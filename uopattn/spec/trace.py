@@ -44,6 +44,17 @@ class Mod:
     return lambda *args: _result(self.function(*map(Symbol, args), *map(Symbol, tables)), self.dtype)
 
   def slope(self, tables: tuple[Table, ...], read: tuple[int, int]) -> Callable[..., UOp]:
+  def of_tensors(self, *args: Any) -> Tensor:
+    """Call the function with Tensors, wrapped as symbols so that it may use the same operators as in a kernel.
+
+    The result may have another dtype than `dtype`, axes of size 1, and no device.
+
+    Args:
+      args: arguments, and tables such as `uopattn.plan.reference.Lookup`.
+    """
+    result = _bare(self.function(*map(Symbol, args)))
+    return result if isinstance(result, Tensor) else Tensor(result, dtype=self.dtype)
+
     """Return (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative with respect to a number that is read.
 
     Args:
@@ -139,7 +150,7 @@ class Symbol:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-  return lambda self, *args: _wrapped(getattr(self.value, name)(*map(_bare, args)))
+  return lambda self, *args: _unwrapping(getattr(self.value, name))(*args)
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
