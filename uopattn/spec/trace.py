@@ -6,13 +6,14 @@ trace. Two functions with the same trace are the same mod, whatever their names.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.masks import Table
 from uopattn.dsl.rules.rules import vjp
+from uopattn.spec.tensors import described, dtype_name
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
@@ -43,7 +44,6 @@ class Mod:
     """Return the function of UOps that a kernel calls; it reads `tables`."""
     return lambda *args: _result(self.function(*map(Symbol, args), *map(Symbol, tables)), self.dtype)
 
-  def slope(self, tables: tuple[Table, ...], read: tuple[int, int]) -> Callable[..., UOp]:
   def of_tensors(self, *args: Any) -> Tensor:
     """Call the function with Tensors, wrapped as symbols so that it may use the same operators as in a kernel.
 
@@ -55,6 +55,7 @@ class Mod:
     result = _bare(self.function(*map(Symbol, args)))
     return result if isinstance(result, Tensor) else Tensor(result, dtype=self.dtype)
 
+  def slope(self, tables: tuple[Table, ...], read: tuple[int, int]) -> Callable[..., UOp]:
     """Return (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative with respect to a number that is read.
 
     Args:
@@ -107,8 +108,7 @@ class Reads(Table):
     element, places = super().__getitem__(index), index if isinstance(index, tuple) else (index,)
     self.indices.append(tuple(x if isinstance(x, UOp) else UOp.const(x) for x in places))
     self.values.append(element)
-    replaced = self.by is not None and len(self.values) - 1 == self.number
-    return self.by.cast(self.dtype) if replaced and self.by is not None else element
+    return element if self.by is None or len(self.values) - 1 != self.number else self.by.cast(self.dtype)
 
 
 class Symbol:
@@ -123,7 +123,7 @@ class Symbol:
 
   def __getattr__(self, name: str) -> Any:
     attr = getattr(self.value, name)
-    return (lambda *args, **named: _wrapped(attr(*map(_bare, args), **named))) if callable(attr) else attr
+    return _unwrapping(attr) if callable(attr) else attr
 
   def __eq__(self, other: object) -> "Symbol":  # type: ignore[override]
     return Symbol(self.value.eq(_bare(other)))
@@ -141,12 +141,24 @@ class Symbol:
     )
 
   def __float__(self) -> float:
-    raise TypeError("a symbol is no float: for math.exp(x) write x.exp() or x.exp2(), and likewise for its kin")
+    raise TypeError(
+      "a symbol is no float: for math.exp(x) write x.exp() or x.exp2(), and likewise for other functions of math"
+    )
 
   def __int__(self) -> int:
     raise TypeError("a symbol is no int: for int(x) write x.cast(dtypes.int)")
 
   __index__ = __int__
+
+  def __iter__(self) -> NoReturn:
+    raise TypeError("a symbol cannot be iterated over: index a Tensor of aux, one integer for each axis: x[0] + x[1]")
+
+
+def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Return the function of symbols that one of UOps or Tensors is."""
+  return lambda *args, **named: _wrapped(
+    function(*map(_bare, args), **{name: _bare(value) for name, value in named.items()})
+  )
 
 
 def _operator(name: str) -> Callable[..., Any]:
