@@ -20,6 +20,7 @@ from typing import Any, cast
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
+from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
@@ -153,11 +154,11 @@ class ContextParallel:
     inputs = [[None] * len(self.chunks) if x is None else self._chunks_of(x) for x in (q, *call.results, *call.grads)]
     chunk_gradients = [self._gradients_of(call, chunk, *x) for chunk, *x in zip(self.chunks, *inputs, strict=True)]
     of_q, of_keys, of_others = zip(*chunk_gradients, strict=True)
-    dq = self._whole(of_q) if self.rows_divided else gradient_of(q, of_q[0], None, summed=True)
     of_steps = list(zip(*of_keys, strict=True))
     dkv = [self._of_keys(x, [[pair[i] for pair in step] for step in of_steps]) for i, x in enumerate((k, v))]
     named = zip(list(call.operands)[3:], others, zip(*of_others, strict=True), strict=True)
-    return [dq, *dkv, *(None if xs[0] is None else self._of_other(name, whole, xs) for name, whole, xs in named)]
+    rest = (None if xs[0] is None else self._of_other(name, whole, xs) for name, whole, xs in named)
+    return [self._whole(of_q), *dkv, *rest]
 
   def _gradients_of(
     self,
@@ -168,18 +169,18 @@ class ContextParallel:
     lse: Tensor,
     do: Tensor | None,
     dlse: Tensor | None,
-  ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[Tensor | None]]:
+  ) -> tuple[Tensor, Sequence[tuple[Tensor | None, Tensor | None]], list[Tensor | None]]:
     """Return the gradients of a chunk: of q, of the keys and values of each step, and of the other operands.
 
-    Plain ops compute those of all keys and values in one.
+    Plain ops compute those of all keys and values in one, and leave out some; see `by_reference`.
     """
     k, v, arguments = call.operands["k"], call.operands["v"], call.arguments
     qkv = q, gathered(k), gathered(v)
     spec, own = self._spec(chunk, None, arguments, qkv), self._arguments(chunk, None, arguments)
     launches = [backward_launches(self._spec(chunk, x, arguments), self.devices, call.backend) for x in self.steps]
     if None in launches:
-      dq, dk, dv, *rest = cast(list[Tensor], by_reference(spec, *qkv, own, (do, dlse)))
-      return dq, [(dk, dv)], [*rest]
+      dq, dk, dv, *rest = by_reference(spec, *qkv, own, (do, dlse))
+      return cast(Tensor, dq), [(dk, dv)], rest
     residuals, of_q, of_keys = Residuals.of(spec, *qkv, out, lse, do, dlse), [], []
     for step, of_step in zip(self.steps, cast(list[tuple[Launch, ...]], launches), strict=True):
       k_step, v_step = self._keys_of(step, k, v)
@@ -187,11 +188,16 @@ class ContextParallel:
       dq, dk, dv = by_kernels(of_step, of_this, self._arguments(chunk, step, arguments))
       of_q.append(dq)
       of_keys.append((dk, dv))
-    return _sum(of_q), of_keys, of_inputs(residuals, own, call.wanted)
+    # If each device has all queries, it has gone through its own keys.
+    dq = _sum(of_q) if self.rows_divided else gradient_of(call.operands["q"], _sum(of_q), None, summed=True)
+    return dq, of_keys, of_inputs(residuals, own, call.wanted)
 
-  def _of_keys(self, x: Tensor, grads: list[list[Tensor]]) -> Tensor:
-    """Return the gradient of k or v from those of each step, a list of those of each chunk."""
-    n, steps = len(self.devices), [_sum(of_chunks) for of_chunks in grads]
+  def _of_keys(self, x: Tensor, grads: list[list[Tensor | None]]) -> Tensor | None:
+    """Return the gradient of k or v from those of each step, a list of those of each chunk; None if these are None."""
+    of_steps = [[grad for grad in of_chunks if grad is not None] for of_chunks in grads]
+    if not all(of_steps):
+      return None
+    n, steps = len(self.devices), [_sum(of_chunks) for of_chunks in of_steps]
     if sizes(steps[0])[ROWS] == self.spec.N:
       return gradient_of(x, steps[0], None, summed=self.rows_divided)
     size = self.steps[0].size
@@ -313,7 +319,7 @@ class ContextParallel:
     moves = [by(i) for i in range(len(self.devices))]
     if isinstance(x, int):
       return per_device([x + move for move in moves for _ in range(self.spec.B)], self.devices)
-    start = gathered(x) if isinstance(x, Tensor) else Tensor(x).expand(self.spec.B).cast(dtypes.int)
+    start = gathered(x).clip(-FAR, FAR) if isinstance(x, Tensor) else Tensor(x).expand(self.spec.B).cast(dtypes.int)
     return start + per_device(moves, self.devices)
 
 

@@ -21,13 +21,14 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.plan import bias
 from uopattn.plan.dispatch import NoKernel, backward_on, sums_launch
 from uopattn.plan.launch import Launch, Tensors
-from uopattn.plan.reference import dropped, keys_of, reference, scores_of
+from uopattn.plan.reference import dropped, keys_of, products_of, reference, scores_from, scores_of
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec
+from uopattn.spec.tensors import placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +218,9 @@ def _of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[str, Tensor
   except NoKernel as error:
     log_once(f"the gradient of aux goes through plain tinygrad ops: {error}")
   leaves = {name: x.detach() for name, x in aux.items()}
-  scores = scores_of(residuals.q.detach(), residuals.k.detach(), residuals.spec, _with_leaves(arguments, leaves))
+  # Detached as a whole, so that an aux that is q or k is one only where score_mod reads it.
+  products = products_of(residuals.q, residuals.k, residuals.spec, arguments).detach()
+  scores = scores_from(products, residuals.spec, _with_leaves(arguments, leaves))
   total = (scores * of_scores(residuals, scores, arguments).detach()).sum()
   return _gradients(total, list(leaves.values()))
 
@@ -255,5 +258,6 @@ def by_reference(
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
   """Return the gradient of each leaf; for a leaf that occurs twice the whole gradient comes first, then None."""
-  grads = dict(zip((x.uop for x in leaves), total.gradient(*leaves), strict=True))
+  # tinygrad gives a leaf without influence a 0 that is on no device.
+  grads = {x.uop: placed(grad, x.device) for x, grad in zip(leaves, total.gradient(*leaves), strict=True)}
   return [grads.pop(x.uop, None) for x in leaves]

@@ -42,11 +42,20 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: A
 
 def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Return the scores, (B, Hq, M, N) float32 or float64, -inf where a key is hidden."""
+  return scores_from(products_of(q, k, spec, arguments), spec, arguments)
+
+
+def products_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
+  """Return the scores before anything changes or hides them: q.k times `spec.scale`."""
   q_groups = _wide(q).reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
   q_groups = q_groups if arguments.q_scale is None else q_groups * _of_heads(arguments.q_scale).unsqueeze(-1)
   products = q_groups @ keys_of(k, arguments).unsqueeze(2).transpose(-1, -2)
-  scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  return _hide(_without_page(_modify(scores, spec, arguments), spec, arguments), spec, arguments)
+  return products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
+
+
+def scores_from(products: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
+  """Return the scores that `products_of` become: by softcap, score_mod and all masks."""
+  return _hide(_without_page(_modify(products, spec, arguments), spec, arguments), spec, arguments)
 
 
 def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
@@ -178,15 +187,6 @@ def _modify(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor
   return scores
 
 
-def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
-  """Set scores to -inf where any rule hides the key."""
-  _, _, i, j = _indices(scores)
-  numbers = _numbers(scores, spec)
-  at, ranges = _Head(spec, arguments, scores.device), list(spec.masks)
-  ranges += [] if arguments.kv_lengths is None else [Lengths()]
-  ranges += [] if arguments.bounds is None else [Bounds()]
-  rules: list[Tensor] = []
-  if arguments.indices is not None:
 def _capped(scores: Tensor, cap: float) -> Tensor:
   """Return cap * tanh(scores / cap).
 
@@ -198,6 +198,15 @@ def _capped(scores: Tensor, cap: float) -> Tensor:
   return (scores.abs() < cap / 2).where(near / fraction, cap * (scores / cap).tanh())
 
 
+def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
+  """Set scores to -inf where any rule hides the key."""
+  _, _, i, j = _indices(scores)
+  numbers = _numbers(scores, spec)
+  at, ranges = _Head(spec, arguments, scores.device), list(spec.masks)
+  ranges += [] if arguments.kv_lengths is None else [Lengths()]
+  ranges += [] if arguments.bounds is None else [Bounds()]
+  rules: list[Tensor] = []
+  if arguments.indices is not None:
     assert spec.pages is not None
     seen = _is_chosen(arguments.indices, spec.pages[1])
     rules.append(seen.repeat_interleave(spec.Hq // sizes(seen)[1], 1).unsqueeze(2))

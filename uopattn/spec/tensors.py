@@ -131,7 +131,10 @@ def as_int(x: Tensor) -> Tensor:
 
 
 def near(x: Any) -> Any:
-  """Clamp a position or a number of keys to [-FAR, FAR], and cast a Tensor to int32; return anything else as it is."""
+  """Clamp a position or a number of keys to [-FAR, FAR], and cast a Tensor to int32; return anything else as it is.
+
+  A Tensor whose dtype holds nothing beyond int32 is not clamped, which would take a kernel: what reads it must do so.
+  """
   if isinstance(x, Tensor):
     return as_int(x) if x.dtype in dtypes.ints else x
   if isinstance(x, UOp):
