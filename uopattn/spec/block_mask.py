@@ -88,7 +88,8 @@ class BlockMask:
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
-      ValueError: a size is negative, a block size is 0, or a `tinygrad.function` is traced, where it cannot be made.
+      ValueError: a size is negative, a block size is 0, a block has 2^31 pairs or more, or a `tinygrad.function` is
+        traced, where it cannot be made.
 
     Example:
       >>> from uopattn import BlockMask
@@ -107,6 +108,10 @@ class BlockMask:
     if not callable(mask_mod):
       raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
     block_m, block_n = min(block_m, max(M, 1)), min(block_n, max(N, 1))
+    if block_m * block_n > dtypes.int32.max:
+      raise ValueError(
+        f"a block has {block_m} x {block_n} pairs; there must be at most {dtypes.int32.max}, which int32 counts"
+      )
     aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
     known = [str(x.device) for x in aux if x.device is not None]
     place = Device.canonicalize(device) if device or not known else known[0]
@@ -342,7 +347,7 @@ class BlockMask:
     for name, x, count in zip(("b", "h"), (b, h), self.heads, strict=True):
       check_size(name, x, 0)
       if x >= count:
-        raise ValueError(f"{name} is {x}; it must be less than {count}, the number that the mask has")
+        raise ValueError(f"{name} is {x}; it must be less than {count}: the mask has {count}")
     shares = self.counts[b, h].numpy() / self._pairs
     rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
     panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)
@@ -372,7 +377,9 @@ def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[...
 def _scatter(order: UOp, position: UOp) -> UOp:
   """Build the kernel of order[..., position[..., t]] = t."""
   at = [UOp.range(size, i) for i, size in enumerate(sizes(order))]
-  place = clamp(position[tuple(at)].load().cast(dtypes.weakint), 0, sizes(order)[-1] - 1)  # else it were an int64
+  place = clamp(
+    position[tuple(at)].load().cast(dtypes.weakint), 0, sizes(order)[-1] - 1
+  )  # otherwise it would be an int64
   store = order[(*at[:-1], place)].store(at[-1].cast(dtypes.int))
   return store.end(*at).sink(arg=KernelInfo(name="order_tiles", opts_to_apply=()))
 

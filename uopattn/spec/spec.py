@@ -1,6 +1,7 @@
 """`AttentionSpec`: the checked, hashable description of one attention."""
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Self
 
 from tinygrad import Tensor, UOp, dtypes
@@ -140,14 +141,14 @@ class AttentionSpec(Problem):
     """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
     pairs = self.M * self.N
     if isinstance(self.q_start, int) and self.masks:
-      pairs = sum(self._seen(Positions(self.q_start, self.N), query) for query in range(self.M))
-    return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
+      import numpy as np  # slow to import
 
-  def _seen(self, at: Positions, query: int) -> int:
-    """The number of keys that a query sees, given its position."""
-    firsts = [x for mask in self.masks if (x := mask.first(at, query)) is not None]
-    lasts = [x for mask in self.masks if (x := mask.last(at, query)) is not None]
-    return max(0, min([*lasts, self.N - 1]) - max([*firsts, 0]) + 1)
+      at, queries = Positions(self.q_start, self.N), np.arange(self.M)
+      firsts = (x for mask in self.masks if (x := mask.first(at, queries)) is not None)
+      lasts = (x for mask in self.masks if (x := mask.last(at, queries)) is not None)
+      seen = reduce(np.minimum, lasts, self.N - 1) - reduce(np.maximum, firsts, 0) + 1
+      pairs = int(np.maximum(seen, 0).sum())
+    return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
 
 def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:
