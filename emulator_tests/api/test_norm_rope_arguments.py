@@ -65,7 +65,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
   "weight's shape": ({"k_norm_weight": Zeros(15)}, ValueError, r"k_norm_weight has shape \(15,\); it must be \(16,\)"),
   "weight": ({"q_norm_weight": 1.0}, TypeError, "q_norm_weight is 1.0; it must be a tinygrad Tensor"),
   "weight without q": ({"q": None}, ValueError, "q_norm_weight is given without q"),
-  "eps": ({"norm_eps": -1.0}, ValueError, "norm_eps is -1.0; it must be finite and not negative"),
+  "eps": ({"norm_eps": -1.0}, ValueError, "norm_eps is -1.0; it must not be negative"),
+  "too large eps": ({"norm_eps": 10**400}, ValueError, "norm_eps is inf; it must be finite in float32"),
   "no number": ({"norm_eps": "1"}, TypeError, "norm_eps is '1'; it must be a number"),
   "q's heads": (
     {"q": Zeros(B, 3, 2, 16)},

@@ -1,6 +1,5 @@
 """RMS norm and rotary positions of new queries and keys: the options of the functions that append to a cache."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -9,6 +8,7 @@ from tinygrad import Tensor
 from uopattn.dsl import sizes
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.plan.norm_rope import NormRopeTensors
+from uopattn.spec.arguments import number
 from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, placed
 
 TENSORS = ("rotary_cos", "rotary_sin", "q_norm_weight", "k_norm_weight")
@@ -124,14 +124,12 @@ def _eps(kwargs: dict[str, Any], k: Tensor) -> float:
   for name in names:
     if kwargs[name].shape != (sizes(k)[3],):
       raise ValueError(f"{name} has shape {kwargs[name].shape}; it must be ({sizes(k)[3]},), the head size of k")
-  eps = kwargs.get("norm_eps", 1e-6)
-  if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-    raise TypeError(f"norm_eps is {described(eps)}; it must be a number")
-  if not 0 <= eps < math.inf:
-    raise ValueError(f"norm_eps is {eps}; it must be finite and not negative")
+  eps = number("norm_eps", kwargs.get("norm_eps", 1e-6))
+  if eps < 0:
+    raise ValueError(f"norm_eps is {eps}; it must not be negative")
   if "norm_eps" in kwargs and not names:
     raise ValueError("norm_eps is given without q_norm_weight or k_norm_weight, which it is for")
-  return float(eps)
+  return eps
 
 
 def _queries(queries: object, k: Tensor, of: str) -> Tensor:

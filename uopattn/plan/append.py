@@ -20,7 +20,7 @@ from uopattn.plan.launch import empty
 from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
 from uopattn.runtime.prepare import called, prepared
-from uopattn.spec.arguments import bound_variables, in_kernel
+from uopattn.spec.arguments import free_variables, in_kernel
 from uopattn.spec.layout import VIEW_OPS, Layout, base_of, flat_base, in_memory, layout_of, strided
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import Input
@@ -175,10 +175,8 @@ def append_call(
     q: queries of the same positions, (B, query heads, M, D), which become what `norm_rope` says.
     norm_rope: what becomes of keys before they are written, and of queries.
   """
-  variables: tuple[UOp, ...] = ()
-  if isinstance(start, UOp):
-    known = (v for v in bound_variables(start) if v.src[0].vmin < v.src[0].vmax)  # others are constants
-    variables, start = tuple(dict.fromkeys(known)), in_kernel(start)
+  variables = free_variables(start)
+  start = in_kernel(start) if isinstance(start, UOp) else start
   buffers = {_buffer(x) for x in targets}
   # Rows that may be overwritten meanwhile are copied.
   sources = [_copied(x) if _buffer(x) in buffers else x for x in sources]

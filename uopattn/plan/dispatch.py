@@ -372,11 +372,12 @@ def check_arguments(launches: Sequence[Launch], target: Target) -> None:
   """Raise ValueError if a call would have more arguments than it may have; see `Target.most_arguments`."""
   if (most := target.most_arguments) is None:
     return
-  counts = (len(x.buffers()) if target.device == "WEBGPU" else x.argument_count() for y in launches for x in stages(y))
-  if (count := max(counts)) > most:
+  counts_variables = target.device != "WEBGPU"  # which limits buffers alone
+  both = ((x, x.spec.variables if counts_variables else ()) for launch in launches for x in stages(launch))
+  if (count := max(len(x.buffers()) + len(variables) for x, variables in both)) > most:
     raise ValueError(
-      f"takes {most} Tensors and Variables at most, its results among them, and would be given {count}; "
-      "pass fewer in aux, for example several as one"
+      f"takes at most {most} Tensors{' and Variables' if counts_variables else ''}, results included, but would get "
+      f"{count}; pass fewer Tensors in aux, for example by joining several into one"
     )
 
 
@@ -390,7 +391,9 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
     against.append("aux holds a Tensor without elements, for which kernels have no buffer")
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
-    against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
+    dtype = dtype_name(spec.dtype)
+    against.append(f"{schedule.name} does not support q, k and v in {dtype}; pass them in {accepted}")
   elif spec.stored in DTYPES_16 and spec.dtype == dtypes.float32 and not schedule.mixed:
-    against.append(f"{schedule.name} has no code for float q with {dtype_name(spec.stored)} k and v; give it one dtype")
+    dtype = dtype_name(spec.stored)
+    against.append(f"{schedule.name} does not support float q with {dtype} k and v; pass all three in one dtype")
   return against

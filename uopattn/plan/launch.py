@@ -160,10 +160,6 @@ class Launch:
     ops = round(self.spec.flops * ({"q", "k"}.issubset(elements) + sum(widths) / (self.spec.Dk + self.spec.Dv)))
     return Estimates(ops=ops, lds=moved, mem=moved)
 
-  def argument_count(self) -> int:
-    """Return the number of buffers and Variables of a call."""
-    return len(self.buffers()) + len(self.spec.variables)
-
   def build(self, device: Devices, slots: Sequence[int] | None = None) -> UOp:
     """Return the prepared kernel for a device, or for several."""
     made = [prepared(_graph, x, self, None if slots is None else tuple(slots)) for x in devices_of(device)]

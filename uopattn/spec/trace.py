@@ -178,11 +178,6 @@ def _wrapped(x: Any) -> Any:
   return Symbol(x) if isinstance(x, (UOp, Tensor)) else x
 
 
-def of_tensors(function: Callable[..., Any], *args: Any) -> Any:
-  """Call a mod with Tensors wrapped as symbols, so that it may use the same operators as in a kernel."""
-  return _bare(function(*map(Symbol, args)))
-
-
 def trace_mod(
   name: str, function: Callable[..., Any], lengths: tuple[int, int, int, int], aux: tuple[Tensor, ...]
 ) -> Mod:
@@ -215,9 +210,10 @@ def trace_mod(
   if isinstance(result, Tensor):
     raise TypeError(f"{name} returns a Tensor, so it reads one that is not in aux; pass it there, {signature}")
   if not isinstance(result, (UOp, bool, int, float)):
-    raise TypeError(f"{name} returns {type(result).__name__}; it must return what it computes from its arguments")
-  if dtype == dtypes.bool and isinstance(result, UOp) and result.dtype != dtypes.bool:
-    raise TypeError(f"mask_mod returns {result.dtype}; it must return a bool, as a comparison gives")
+    raise TypeError(f"{name} returns {described(result)}; it must return what it computes from its arguments")
+  if dtype == dtypes.bool and (result.dtype != dtypes.bool if isinstance(result, UOp) else type(result) is not bool):
+    returned = dtype_name(result.dtype) if isinstance(result, UOp) else described(result)
+    raise TypeError(f"mask_mod returns {returned}; it must return a bool, as a comparison gives")
   return Mod(_result(result, dtype), function, dtype)
 
 
