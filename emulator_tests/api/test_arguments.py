@@ -311,7 +311,7 @@ def test_each_argument_is_declared() -> None:
 
 def test_kernels_lack_only_what_there_is() -> None:
   features = {name if x.feature is None else x.feature for name, x in ARGUMENTS.items()}
-  for schedule in every_schedule() + every_schedule(backward=True):
+  for schedule in every_schedule() + every_schedule("backward"):
     assert set(schedule.unsupported) <= features
 
 

@@ -83,7 +83,7 @@ def test_three_dtypes() -> None:
 
 def test_which_kernels_widen_k_and_v() -> None:
   (line,) = [x for x in README.read_text().split("\n\n") if x.startswith("†")]
-  schedules = every_schedule() + every_schedule(backward=True)
+  schedules = every_schedule() + every_schedule("backward")
   assert set(re.findall("`([a-z_]+)`", line)) == {x.name for x in schedules if x.mixed}
 
 

@@ -241,7 +241,7 @@ def _per_batch(x: int | UOp | Tensor) -> Tensor:
   return x.clip(-FAR, FAR).reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)
 
 
-def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def merged_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
   """Return the output and the LSE over all parts; see `uopattn.merge_states`.
 
   Args:

@@ -14,10 +14,10 @@ from tinygrad import Tensor, UOp
 from tinygrad.uop.ops import GroupOp, Ops
 
 from uopattn.dsl import sizes
+from uopattn.dsl.schedule import Shape
 from uopattn.runtime.function import function_inputs
 from uopattn.runtime.log import log_once
 
-Shape = tuple[int, ...]
 VIEW_OPS = frozenset({*GroupOp.Movement, Ops.DETACH})  # what lies between a view and its buffer
 
 

@@ -46,7 +46,7 @@ class AttentionSpec(Problem):
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
-    layouts: see `layouts`.
+    layouts: where q, k, v, the output and its gradient lie in memory, by name; those that are contiguous are left out.
     pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise. With `indices`,
       the number of batches and of their keys, and B is the number of all queries.
     origin: where the attention lies within the whole that mods and dropout count in, if it is part of one.
@@ -72,7 +72,10 @@ class AttentionSpec(Problem):
 
   @property
   def bias_dtype(self) -> DType:
-    """That of an additive mask if its elements are those of pairs, of which each has its own sum; else float32."""
+    """The additive mask's dtype if each of its elements belongs to one pair, so that nothing is left to add up.
+
+    Otherwise float32.
+    """
     is_final = self.bias is not None and self.bias.read is None and self.bias.places is Places.PAIRS
     mask_dtypes = (
       [x.dtype for x in self.inputs if x.name == "attn_mask" and x.dtype in DTYPES_16_32] if is_final else []

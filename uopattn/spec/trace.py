@@ -65,11 +65,11 @@ class Mod:
 
     def slope(*args: UOp) -> UOp:
       *at, grad = args
-      logs = tuple(Reads(x.buffer) for x in tables)
+      logs = tuple(RecordedTable(x.buffer) for x in tables)
       self(logs)(*at)
 
       def with_number(x: UOp) -> UOp:
-        replaced = (Reads(y.buffer, number if i == of_table else None, x) for i, y in enumerate(tables))
+        replaced = (RecordedTable(y.buffer, number if i == of_table else None, x) for i, y in enumerate(tables))
         return self(tuple(replaced))(*at)
 
       return vjp(with_number, logs[of_table].values[number].cast(dtypes.float), grad)
@@ -85,12 +85,12 @@ class Mod:
       lengths: B, Hq, M and N.
     """
     indices, score = _symbols(lengths)
-    tables = tuple(Reads(x) for x in _placeholders(aux))
+    tables = tuple(RecordedTable(x) for x in _placeholders(aux))
     self(tables)(score, *indices)
     return indices, score, [x.indices for x in tables]
 
 
-class Reads(Table):
+class RecordedTable(Table):
   """A table that keeps a list of what is read.
 
   Attributes:
