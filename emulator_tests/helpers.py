@@ -131,11 +131,11 @@ def served_by(kernel: str) -> Iterator[None]:
 
 def dispatch_among(patch: pytest.MonkeyPatch, schedules: Sequence[Schedule], backward: bool = False) -> None:
   """Of forward passes, or of gradients, dispatch knows these schedules alone."""
-  right = dispatch.schedules
+  right, replaced = dispatch.schedules, "backward" if backward else "forward"
 
-  def found(device: str, of_gradients: bool = False) -> tuple[Schedule, ...]:
-    if of_gradients != backward:
-      return right(device, of_gradients)
+  def found(device: str, kind: dispatch.Kind = "forward") -> tuple[Schedule, ...]:
+    if kind != replaced:
+      return right(device, kind)
     return tuple(x for x in schedules if device in x.devices)
 
   patch.setattr(dispatch, "schedules", found)

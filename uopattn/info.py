@@ -19,12 +19,12 @@ from uopattn.dsl.target import GENERIC, Target
 from uopattn.measure.program import Usage, choose_device, default_target, exit_status, kinds_with_kernels, reason
 from uopattn.plan.bias import mask_bias
 from uopattn.plan.dispatch import (
+  Kind,
   NoKernel,
   all_schedules_on,
   bias_launch,
   dispatch,
   dispatch_backward,
-  every_bias_schedule,
   every_schedule,
   schedules_on,
 )
@@ -86,11 +86,11 @@ def _listed(target: Target) -> tuple[Schedule, ...]:
 
 
 def _is_backward(schedule: Schedule) -> bool:
-  return schedule in every_schedule(backward=True)
+  return schedule in every_schedule("backward")
 
 
 def _is_of_bias(schedule: Schedule) -> bool:
-  return schedule in every_bias_schedule()
+  return schedule in every_schedule("bias")
 
 
 def against(schedule: Schedule, target: Target) -> str:
@@ -142,17 +142,14 @@ def report() -> int:
     line("another", text)
   if target is None:
     return 2
-  for name, every, backward in (
-    ("kernel", every_schedule(), False),
-    ("gradients", every_schedule(backward=True), True),
-    ("biases", every_bias_schedule(), True),
-  ):
+  names: dict[str, Kind] = {"kernel": "forward", "gradients": "backward", "biases": "bias"}
+  for name, kind in names.items():
     try:
-      schedules_on(target, backward)
+      schedules_on(target, kind)
     except NoKernel as error:
       line(name, f"none: {error}")
       continue
-    for schedule in every:
+    for schedule in every_schedule(kind):
       line(name, f"{schedule.name}: {served(schedule, target)}")
   return 0
 

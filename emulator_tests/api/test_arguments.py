@@ -18,6 +18,7 @@ from uopattn.mods import causal, dilated, document, sliding_window
 from uopattn.plan.dispatch import every_schedule
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import ARGUMENTS, Arguments, AttentionOptions
+from uopattn.spec.spec import make_spec
 
 
 def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tensor:
@@ -29,7 +30,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
   "dtype of keys": ((Q, tensor(2, 4, 6, 8, dtype=dtypes.int), Q), {}, TypeError, "k has dtype int; accepted are float"),
   "integer dtype": ((tensor(2, 4, 5, 8, dtype=dtypes.int),) * 3, {},
      TypeError, "q has dtype int; accepted are float, half"),
-  "float64": ((tensor(2, 4, 5, 8, dtype=dtypes.double),) * 3, {}, ValueError, "has no code for double q, k and v"),
+  "float64": ((tensor(2, 4, 5, 8, dtype=dtypes.double),) * 3, {}, ValueError, "does not support q, k and v in double"),
   "one dimension": ((tensor(8), Q, Q), {}, ValueError, r"q has shape \(8,\); it must have at least two dimensions"),
   "many dimensions": ((tensor(3, 1, 4, 5, 8), tensor(2, 1, 4, 5, 8), Q), {}, ValueError,
      r"q has shape \(3, 1, 4, 5, 8\), k has shape \(2, 1, 4, 5, 8\), .*; all axes but the last three must broadcast"),
@@ -64,6 +65,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
      "scale / softcap is .*; it must be finite in float32"),
   "q_scale beyond float32": ((Q, Q, Q), {"q_scale": 1e39}, ValueError, "q_scale is 1e[+]39; it must be a number, fin"),
   "softcap": ((Q, Q, Q), {"softcap": -1.0}, ValueError, "softcap is -1.0; it must be greater than 0"),
+  "softcap too large": ((Q, Q, Q), {"softcap": 1e39}, ValueError, r"softcap is 1e\+39; it must be finite in float32"),
   "q_start": ((Q, Q, Q), {"q_start": 1.5}, TypeError, "q_start is 1.5; accepted are an int"),
   "q_start shape": ((Q, Q, Q), {"q_start": Tensor([1, 2, 3])},
      ValueError, r"q_start has shape \(3,\); it must be \(2,\)"),
@@ -95,6 +97,8 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
      r"^window is \(a tinygrad.UOp, None\); its sides must be ints or None$"),
   "aux Variable": ((Q, Q, Q), {"score_mod": lambda s, *_: s, "aux": (UOp.variable("n", 1, 4).bind(3),)}, TypeError,
      r"^aux\[0\] is a tinygrad.UOp; it must be a tinygrad Tensor$"),
+  "aux UOp": ((Q, Q, Q), {"score_mod": lambda s, b, h, i, j, x: s + x[i], "aux": (Tensor.ones(5).contiguous().uop,)},
+     TypeError, r"^aux\[0\] is a tinygrad.UOp; it must be a tinygrad Tensor$"),
   "score_mod": ((Q, Q, Q), {"score_mod": 3}, TypeError, "score_mod is 3; it must be a function"),
   "aux": ((Q, Q, Q), {"aux": [Q]}, TypeError, "aux is a list; it must be a tuple of Tensors"),
   "document without aux": ((Q, Q, Q), {"mask_mod": document()}, ValueError,
@@ -269,8 +273,8 @@ def bare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("bare_kernels")
 def test_kernel_backend_says_what_it_lacks() -> None:
   for options, message in (
-    ({"softcap": 2.0}, "backend='kernel': cpu_decode has no softcap; leave it at its default"),
-    ({"q_start": Tensor([1, 2])}, "cpu_decode takes q_start as an int alone"),
+    ({"softcap": 2.0}, "backend='kernel': cpu_decode does not support softcap; leave it at its default"),
+    ({"q_start": Tensor([1, 2])}, "cpu_decode accepts q_start only as an int"),
   ):
     with pytest.raises(ValueError, match=message):
       attention(Q, Q, Q, backend="kernel", **options)
@@ -285,8 +289,8 @@ def test_auto_falls_back_with_one_log_line_for_each_reason(caplog: pytest.LogCap
       check(q, k, v, attention(q, k, v, softcap=2.0, kv_lengths=4), softcap=2.0, kv_lengths=np.array([4]))
       check(q, k, v, attention(q, k, v))
   assert [record.getMessage() for record in caplog.records] == [
-    "attention falls back to plain tinygrad ops: cpu_decode has no softcap; leave it at its default",
-    "attention falls back to plain tinygrad ops: cpu_decode has no kv_lengths; leave it at its default",
+    "attention falls back to plain tinygrad ops: cpu_decode does not support softcap; leave it at its default",
+    "attention falls back to plain tinygrad ops: cpu_decode does not support kv_lengths; leave it at its default",
   ]
 
 
@@ -313,5 +317,14 @@ def test_each_argument_is_declared() -> None:
 
 def test_kernels_lack_only_what_there_is() -> None:
   features = {name if x.feature is None else x.feature for name, x in ARGUMENTS.items()}
-  for schedule in every_schedule() + every_schedule(backward=True):
+  for schedule in every_schedule() + every_schedule("backward"):
     assert set(schedule.unsupported) <= features
+
+
+@pytest.mark.parametrize(("window", "q_start"), [((None, 0), 0), ((7, 3), -9), ((4, None), 30), ((None, 2), 5)])
+def test_operations_are_those_of_pairs_that_see_each_other(window: tuple[int | None, int | None], q_start: int) -> None:
+  q, k = tensor(1, 1, 40, 8), tensor(1, 1, 50, 8)
+  left, right = (1000 if x is None else x for x in window)
+  i, j = np.arange(40)[:, None] + q_start, np.arange(50)
+  pairs = ((j >= i - left) & (j <= i + right)).sum()
+  assert make_spec(q, k, k, Arguments(window=window, q_start=q_start)).flops == 2 * pairs * (8 + 8)

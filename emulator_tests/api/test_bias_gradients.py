@@ -185,6 +185,17 @@ def test_an_index_that_depends_on_the_score_is_left_to_plain_ops() -> None:
   check({}, lambda x, b, h, i, j, t: x + t[x.maximum(-3).minimum(3).cast(dtypes.int) + 3], (normal(7),))
 
 
+def test_an_aux_that_is_q_too_is_counted_once() -> None:
+  q, k, v = qkv(1, 2, 2, 9, 10, 16, 16)
+  mod = lambda x, b, h, i, j, t: x + t[b, h, i, (x > 0).cast(dtypes.int)]  # noqa: E731
+  grads = (
+    attention(q, k, v, score_mod=mod, aux=(q,), backend=x).square().sum().gradient(q)[0]
+    for x in ("kernel", "reference")
+  )
+  got, want = (x.numpy() for x in grads)
+  np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_every_run_gives_the_same_bits() -> None:
   first = by("kernel", {}, *MODS["distances"])
   for threads in (1, NUM_CPU_THREADS.value):

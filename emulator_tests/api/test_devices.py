@@ -41,7 +41,7 @@ def computed(
   }
   if "aux" in options:
     given["aux"] = tuple(put(x, axis, devices) for x, axis in options["aux"])
-  found: list[Tensor] = [*attention(q, k, v, return_lse=True, enable_gqa=True, backend="kernel", **given)]
+  found: list[Tensor] = [*attention(q, k, v, return_lse=True, enable_gqa=True, **{"backend": "kernel"} | given)]
   if gradients:
     leaves = [q, k, v, *(x for name, x in given.items() if name == "sinks")]
     if biases:
@@ -75,7 +75,7 @@ def near(one: list[Tensor], two: list[Tensor], dtype: Any) -> None:
     want, got = a.numpy().astype(np.float64), b.numpy().astype(np.float64)
     seen = np.isfinite(want)
     np.testing.assert_array_equal(seen, np.isfinite(got))
-    assert np.abs(want - got)[seen].max() <= 16 * np.finfo(dtype).eps * np.abs(want[seen]).max()
+    assert np.abs(want[seen] - got[seen]).max() <= 16 * np.finfo(dtype).eps * np.abs(want[seen]).max()
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (1, 1, 1), (0, None, 0), (None, 1, 1), (None, None, None)])
@@ -367,6 +367,13 @@ def test_ring_steps_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPat
     close(arrays(1, 2, 2, 48, 48), (2, 2, 2), DEVICES, is_causal=True)
 
 
+def test_positions_at_the_ends_of_int32() -> None:
+  starts, lengths = np.array([2**31 - 1, 3], np.int32), np.array([48, -(2**31)], np.int32)
+  options: dict[str, Any] = {"is_causal": True, "q_start": (starts, None), "kv_lengths": (lengths, None)}
+  one, two = (computed(arrays(*HEADS), (2, 2, 2), x, gradients=False, **options) for x in (None, DEVICES))
+  near(one, two, np.float32)
+
+
 def test_decoding_over_keys_of_two_devices() -> None:
   xs = arrays(1, 4, 2, 1, 300)
   q, k, v = (put(x, axis, DEVICES) for x, axis in zip(xs, (None, 2, 2), strict=True))
@@ -424,6 +431,44 @@ def test_plain_ops() -> None:
   Tensor.realize(out, lse)
   q, k, v = map(Tensor, arrays(*HEADS))
   check(q, k, v, out, lse, score_mod=by_head)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_plain_ops_with_a_block_mask_per_head(axis: int) -> None:
+  xs, mask = arrays(2, 2, 2, 24, 32), BlockMask.of(lambda b, h, i, j: j <= i + h * 10 + b, 2, 2, 24, 32)
+  one = computed(xs, (axis,) * 3, None, gradients=True, block_mask=mask)
+  two = computed(xs, (axis,) * 3, DEVICES, gradients=True, block_mask=mask, backend="reference")
+  near(one, two, np.float32)
+
+
+@pytest.mark.parametrize("axis", [2, None])
+def test_gradients_of_plain_ops_where_keys_are_also_values(axis: int | None) -> None:
+  """Of both there is one gradient. If every device has all queries, so does each compute all of q's."""
+  (x, y, _), found = arrays(1, 2, 2, 24, 32), []
+  for devices, backend in ((None, "kernel"), (DEVICES, "reference")):
+    q, k = put(x, axis, devices), put(y, 2, devices)
+    found.append(attention(q, k, k, backend=backend).square().sum().gradient(q, k))
+    Tensor.realize(*found[-1])
+  near(found[0], found[1], np.float32)
+
+
+def test_gradients_of_queries_that_are_divided_over_a_cache_of_8_bits() -> None:
+  (x, *new), found = arrays(1, 2, 2, 16, 16), []
+  for devices in (None, DEVICES):
+    cache = KVCache(1, 2, 32, 16, dtype=dtypes.int8, device=devices)
+    k, v = (put(y, None, devices) for y in new)
+    cache.append(k, v, 0)
+    q = put(x, 2, devices)
+    found.append([cache.attend(q, 0).square().sum().gradient(q)[0].realize()])
+  near(found[0], found[1], np.float32)
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_plain_ops_give_what_has_no_influence_a_gradient_of_0(axis: int) -> None:
+  q, k, v = (put(x, axis, DEVICES) for x in arrays(2, 2, 2, 8, 8))
+  (grad,) = attention(q, k, v, return_lse=True, backend="reference")[1].sum().gradient(v)
+  assert (grad.device, grad.uop.axis) == (DEVICES, axis)
+  np.testing.assert_array_equal(grad.numpy(), np.zeros(v.shape))
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, 1), (2, None)], ids=["batches", "heads", "queries"])

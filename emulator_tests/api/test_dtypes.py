@@ -83,8 +83,22 @@ def test_three_dtypes() -> None:
 
 def test_which_kernels_widen_k_and_v() -> None:
   (line,) = [x for x in README.read_text().split("\n\n") if x.startswith("†")]
-  schedules = every_schedule() + every_schedule(backward=True)
+  schedules = every_schedule() + every_schedule("backward")
   assert set(re.findall("`([a-z_]+)`", line)) == {x.name for x in schedules if x.mixed}
+
+
+@pytest.mark.parametrize("dtype", ["fp8e4m3", "fp8e5m2"])
+def test_additive_masks_of_8_bits(dtype: str) -> None:
+  q, k, v = tensors("float32", "float32", "float32")
+  numbers, found = np.random.default_rng(0).normal(size=(18, 20)).astype(np.float32), []
+  mask = placed(numbers, named(dtype))
+  for x, backend in ((mask, "kernel"), (mask.float().realize(), "reference")):
+    out = attention(q, k, v, x, enable_gqa=True, backend=backend)
+    (grad,) = out.square().sum().gradient(x)
+    Tensor.realize(out, grad)
+    found.append((out.numpy(), grad.float().numpy()))
+  np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
+  np.testing.assert_allclose(found[0][1], found[1][1], rtol=0.25, atol=0.02)
 
 
 def test_what_is_stored_is_not_promoted() -> None:

@@ -1,5 +1,6 @@
 """Masks that were expanded: kernels read them once, and their gradients are of their own shape."""
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -90,3 +91,16 @@ def test_what_is_taken_for_constant_is(old: tuple[int, ...], new: tuple[int, ...
     shape = folded(Tensor.empty(*own).expand(old).reshape(new)).shape
     for axis, (n, size) in enumerate(zip(new, shape, strict=True)):
       assert size == n or (values == values.take([0], axis)).all()
+
+
+def test_graphs_of_any_depth() -> None:
+  x, row = Tensor.empty(1, 1, 8, 8), Tensor.empty(1, 1, 1, 8).expand(1, 1, 8, 8)
+  for _ in range(1000):
+    x = x * row
+  limit = sys.getrecursionlimit()
+  try:
+    sys.setrecursionlimit(500)
+    assert folded(x).shape == (1, 1, 8, 8)
+    assert folded(x[:, :, :1].expand(1, 1, 8, 8)).shape == (1, 1, 1, 8)
+  finally:
+    sys.setrecursionlimit(limit)

@@ -245,8 +245,11 @@ UNTRACEABLE: dict[str, tuple[str, Callable[..., Any], tuple[Tensor, ...], str]] 
                       r"called as mask_mod\(b, h, q_idx, kv_idx, \*aux\)|called once as mask_mod"),
   "aux without a name": ("mask_mod", lambda b, h, i, j: j <= i, (TWO,), r"mask_mod\(b, h, q_idx, kv_idx, \*aux\)"),
   "a number for a bool": ("mask_mod", lambda b, h, i, j: i - j, (), "mask_mod returns .*int; it must return a bool"),
-  "None": ("score_mod", lambda s, b, h, i, j: None, (), "score_mod returns NoneType; it must return what it computes"),
-  "a list": ("mask_mod", lambda b, h, i, j: [i >= j], (), "mask_mod returns list; it must return what it computes"),
+  "a constant for a bool": ("mask_mod", lambda b, h, i, j: 1, (), "mask_mod returns 1; it must return a bool"),
+  "None": ("score_mod", lambda s, b, h, i, j: None, (), "score_mod returns None; it must return what it computes"),
+  "a list": ("mask_mod", lambda b, h, i, j: [i >= j], (), "mask_mod returns a list; it must return what it computes"),
+  "a sum of elements": ("score_mod", lambda s, b, h, i, j, x: s + sum(x), (TWO,), "a symbol cannot be iterated over"),
+  "unpacking": ("score_mod", lambda s, b, h, i, j, x: max(s, *x), (TWO,), r"one integer for each axis: x\[0\] \+ x"),
 }  # fmt: skip
 
 
@@ -265,6 +268,13 @@ def test_comparisons_of_equality_compare() -> None:
   q, k, v = qkv(1, 2, 2, M, N, 8, 8)
   for mod in (lambda b, h, i, j: i % 3 == j % 3, lambda b, h, i, j: i % 3 != j % 3):
     check(q, k, v, attention(q, k, v, mask_mod=mod, backend="kernel"), mask_mod=mod)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_symbols_as_keyword_arguments(backend: str) -> None:
+  q, k, v = qkv(1, 2, 2, M, N, 8, 8)
+  out = attention(q, k, v, score_mod=lambda s, b, h, i, j: s.clip(min_=-0.1, max_=0.01 * j), backend=backend)
+  check(q, k, v, out, score_mod=lambda s, b, h, i, j: np.clip(s, -0.1, 0.01 * j))
 
 
 def test_sixteen_bits() -> None:

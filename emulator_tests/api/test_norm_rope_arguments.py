@@ -67,6 +67,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
   "weight without q": ({"q": None}, ValueError, "q_norm_weight is given without q"),
   "eps": ({"norm_eps": -1.0}, ValueError, "norm_eps is -1.0; it must not be negative"),
   "eps beyond float32": ({"norm_eps": 1e39}, ValueError, r"norm_eps is 1e\+39; it must be finite in float32"),
+  "too large eps": ({"norm_eps": 10**400}, ValueError, "norm_eps is inf; it must be finite in float32"),
   "no number": ({"norm_eps": "1"}, TypeError, "norm_eps is '1'; it must be a number"),
   "q's heads": (
     {"q": Zeros(B, 3, 2, 16)},

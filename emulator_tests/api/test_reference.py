@@ -9,6 +9,7 @@ from helpers import check, drawn, qkv
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tinygrad import Context, Tensor, UOp, dtypes
+from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.proof.gate import compare, numpy
@@ -66,6 +67,34 @@ def test_additive_mask_broadcasts_and_hides_with_minus_infinity() -> None:
   out, lse = attention(q, k, v, Tensor(ADDED), return_lse=True, backend="reference")
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, attn_mask=ADDED)
+
+
+@pytest.mark.parametrize(
+  ("score_mod", "value"),
+  [
+    (lambda score, b, h, i, j: 0.5, lambda i, j: 0.5),
+    (lambda score, b, h, i, j: (i - j) % 5, lambda i, j: (i - j) % 5),
+    (lambda score, b, h, i, j: i >= j, lambda i, j: i >= j),
+    (lambda score, b, h, i, j: (i * 0.5 - j).cast(dtypes.half), lambda i, j: i * 0.5 - j),
+  ],
+  ids=["constant", "ints", "bools", "16 bits"],
+)
+def test_score_mods_that_have_not_the_dtype_and_the_shape_of_scores(score_mod: Any, value: Any) -> None:
+  q, k, v = qkv(1, 2, 2, M, N, D, D)
+  out, lse = attention(q, k, v, score_mod=score_mod, is_causal=True, return_lse=True, backend="reference")
+  Tensor.realize(out, lse)
+  assert lse.device == q.device
+  check(q, k, v, out, lse, score_mod=lambda score, b, h, i, j: score * 0 + value(i, j), is_causal=True)
+
+
+@pytest.mark.parametrize(("dtype", "cap"), [(dtypes.float32, 1e6), (dtypes.float32, 3e38), (dtypes.float64, 1e9)])
+def test_a_softcap_far_above_all_scores_changes_nothing(dtype: DType, cap: float) -> None:
+  q, k, v = (x.cast(dtype) for x in qkv(1, 2, 2, M, N, D, D))
+  found = [attention(q, k, v, softcap=x, backend="reference") for x in (cap, None)]
+  grads = [x.square().sum().gradient(q)[0] for x in found]
+  Tensor.realize(*found, *grads)
+  for got, want in (found, grads):
+    np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5 if dtype == dtypes.float32 else 1e-13)
 
 
 def test_start_as_a_bound_variable() -> None:

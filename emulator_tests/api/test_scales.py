@@ -191,9 +191,7 @@ def test_gradients_by_plain_ops() -> None:
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-BOUNDS = (
-  r"it must be a number, finite in float32 and at least 0, or a float Tensor that broadcasts to \(B, Hkv\) = \(2, 2\)"
-)
+BOUNDS = r"it must be a number, finite in float32 and at least 0, or a float Tensor that broadcasts to .* = \(2, 2\)"
 
 
 @pytest.mark.parametrize("name", HEAD_SCALES)
@@ -203,6 +201,8 @@ BOUNDS = (
     (-1.0, ValueError, f"is -1.0; {BOUNDS}"),
     (math.nan, ValueError, f"is nan; {BOUNDS}"),
     (math.inf, ValueError, "is inf; "),
+    (1e39, ValueError, r"is 1e\+39; "),
+    (10**400, ValueError, "is inf; "),
     (True, TypeError, "is True; "),
     ("one", TypeError, "is 'one'; "),
     ([1.0, 2.0], TypeError, f"is a list; {BOUNDS}"),
@@ -217,5 +217,5 @@ def test_what_is_refused(name: str, value: Any, error: type[Exception], said: st
 
 
 def test_other_kernels_say_so() -> None:
-  with served_by("cpu_forward"), pytest.raises(ValueError, match="cpu_forward has no v_scale; multiply by it before"):
+  with served_by("cpu_forward"), pytest.raises(ValueError, match="cpu_forward does not support v_scale; multiply"):
     attention(*qkv(*PREFILL), enable_gqa=True, v_scale=2.0, backend="kernel")

@@ -157,7 +157,7 @@ def test_handles_in_any_order(caplog: pytest.LogCaptureFixture) -> None:
   double.scaled_dot_product_attention(double, double)  # the youngest decides
   second.restore()
   second.restore()
-  with pytest.raises(ValueError, match=r"^uopattn.patch\(backend='kernel'\): .* has no code for double"):
+  with pytest.raises(ValueError, match=r"^uopattn.patch\(backend='kernel'\): .* does not support q, k and v in double"):
     double.scaled_dot_product_attention(double, double)
   with uopattn.patch(log=False) as third:
     first.restore()
@@ -193,7 +193,7 @@ def test_one_line_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
       x.scaled_dot_product_attention(x, x)
   (record,) = caplog.records
-  assert record.getMessage().startswith("tinygrad's own attention is used: cpu_decode has no code for double")
+  assert record.getMessage().startswith("tinygrad's own attention is used: cpu_decode does not support q, k and v in ")
 
 
 def test_an_unknown_backend() -> None:

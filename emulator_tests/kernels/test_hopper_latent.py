@@ -150,7 +150,7 @@ def test_pages_are_for_another_kernel() -> None:
     q, k, _ = inputs(1, 40, 1, 1, 32, 80, 1)
     table, lengths = placed(np.array([[0, 1]], np.int32)), placed(np.array([20], np.int32))
     pages = k.reshape(2, 1, 16, 80)
-    with pytest.raises(ValueError, match="hopper_latent_forward has no page_table"):
+    with pytest.raises(ValueError, match="hopper_latent_forward does not support page_table"):
       attention_paged(q, pages, pages[..., :72], table, lengths, enable_gqa=True, backend="kernel")
 
 

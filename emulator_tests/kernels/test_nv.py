@@ -29,7 +29,7 @@ from tinygrad.uop.ops import Ops
 from uopattn import info
 from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.append import Rows
-from uopattn.plan.append import Append, Memory
+from uopattn.plan.append import Append, StridedRows
 from uopattn.plan.dispatch import WITH_NVRTC_AND_NVCC, NoKernel, delta_launch, dispatch, dispatch_backward, stages
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import shown, target_of
@@ -236,7 +236,7 @@ def test_caches_are_written_where_tinygrad_renders_something_else(
   """The kernel has tinygrad's own ops alone, so its renderer gets it as it is."""
   opened = SimpleNamespace(renderer=renderer.__new__(renderer))
   monkeypatch.setattr("uopattn.runtime.prepare.opened", lambda device: opened)
-  rows, new = (Memory((2, 2, n, 16), HALF, None) for n in (9, 3))
+  rows, new = (StridedRows((2, 2, n, 16), HALF, None) for n in (9, 3))
   call = Append((rows, rows), None, (new, new), Rows(9), (), None, False, None)
   kernel = prepared(lambda call: (call.graph(False), call.estimates()), kind, call)
   assert kernel.op is Ops.SINK

@@ -85,5 +85,5 @@ def test_more_buffers_than_a_kernel_may_take() -> None:
   aux = tuple(Input("aux", (4,), dtypes.float) for _ in range(7))
   spec = AttentionSpec(1, 2, 2, 64, 64, 16, 16, dtypes.float, 0.25)
   assert len(dispatch(spec, replace(TARGET, buffers=4)).buffers()) == 4
-  with pytest.raises(NoKernel, match="takes 10 Tensors and Variables at most, its results among them"):
+  with pytest.raises(NoKernel, match="takes at most 10 Tensors, results included, but would get 11"):
     dispatch(replace(spec, inputs=aux), TARGET)

@@ -149,7 +149,7 @@ def test_probes_of_right_kernels_are_right(features: tuple[str, ...], backward: 
 def test_a_probe_of_gradients_of_chosen_keys_is_right(arch: str) -> None:
   """On a GPU kernels leave the gradients of a sequence's keys in the order in which it has chosen them."""
   with on(arch):
-    (*_, schedule) = [x for x in schedules_on(target_of("EMU"), backward=True) if not x.name.endswith("separate")]
+    (*_, schedule) = [x for x in schedules_on(target_of("EMU"), "backward") if not x.name.endswith("separate")]
     probe = Probe(schedule.name, True, (2, 2, 1, 1, 20, 16, 16), "half", "half", ("indices",))
     assert outcome.outcome(probe, "EMU").verdict == "right"
 

@@ -175,7 +175,7 @@ def test_a_defect_in_a_gradient_is_reported_and_never_chosen(
     return right(dq, dk, dv, q, k, k if given["tiles"] == other else v, *rest, **given)
 
   wrong = replace(cpu_backward.SCHEDULE, kernels=(replace(kernel, build=backward),))
-  schedules = [wrong if x.name == wrong.name else x for x in dispatch.schedules("CPU", backward=True)]
+  schedules = [wrong if x.name == wrong.name else x for x in dispatch.schedules("CPU", "backward")]
   dispatch_among(monkeypatch, schedules, backward=True)
   with uopattn.tune():
     assert backward_on(spec, "CPU")[0].tiles == model

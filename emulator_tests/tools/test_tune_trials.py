@@ -178,7 +178,7 @@ def test_all_candidates_for_gradients_are_right_on_the_emulator(
 ) -> None:
   monkeypatch.setattr(dispatch, "MOST", 4)
   monkeypatch.setattr("uopattn.tuning.trial.repeats", lambda *_: 1)
-  (schedule,) = (x for x in dispatch.every_schedule(backward=True) if x.name == name)
+  (schedule,) = (x for x in dispatch.every_schedule("backward") if x.name == name)
   dispatch_among(monkeypatch, [replace(schedule, preferred=lambda *_: True)], backward=True)
   with on(arch):
     spec = replace(spec_of((1, 2, 1, 70, 90, 64, 64), is_causal=True), dtype=dtypes.half)

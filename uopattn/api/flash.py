@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import Device, Tensor, UOp, dtypes
 
@@ -72,7 +72,6 @@ def flash(
       raise TypeError(f"{name} is {described(x)}; it must be a UOp, as Tensor.custom_kernel gives it")
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
-  tables = cast(tuple[Tensor, ...], aux)  # only shapes and dtypes are read
   options = Arguments(
     is_causal=causal,
     scale=scale,
@@ -82,7 +81,7 @@ def flash(
     softcap=softcap,
     score_mod=score_mod,
     mask_mod=mask_mod,
-    aux=tables,
+    aux=tuple(map(Tensor, aux)),
     return_lse=lse is not None,
   )
   for name, x in (("q", q), ("k", k)):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tinygrad import Tensor, dtypes
 
 from uopattn.dsl.schedule import DTYPES
-from uopattn.plan.reference import merged
+from uopattn.plan.reference import merged_states
 from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, operands, placed
 
 
@@ -39,7 +39,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     [4.0, 1.3863]
   """
   outs, lses = _checked(outs, lses)
-  return merged(outs, lses)
+  return merged_states(outs, lses)
 
 
 def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -15,8 +15,7 @@ from tinygrad.device import ALL_DEVICES
 from tinygrad.helpers import DEBUG, DEV
 
 from uopattn.dsl.target import Target
-from uopattn.plan.dispatch import DEVICES as WITH_KERNELS
-from uopattn.plan.dispatch import dispatch
+from uopattn.plan.dispatch import WITH_KERNELS, dispatch
 from uopattn.plan.target import RUNTIMES, target_of
 from uopattn.runtime.clang import NoCompiler
 from uopattn.spec.spec import AttentionSpec

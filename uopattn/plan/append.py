@@ -1,5 +1,6 @@
 """The call of the kernel that writes new keys and values into a cache (`uopattn.kernels.append`)."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,19 +17,18 @@ from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.scope import View
 from uopattn.kernels.append import Operand, Place, append
-from uopattn.plan.launch import empty
+from uopattn.plan.launch import empty, view
 from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
 from uopattn.runtime.device import kind_of
 from uopattn.runtime.prepare import called, prepared
-from uopattn.spec.arguments import bound_variables, in_kernel
+from uopattn.spec.arguments import free_variables, in_kernel
 from uopattn.spec.layout import VIEW_OPS, Layout, base_of, flat_base, in_memory, layout_of, strided
-from uopattn.spec.shards import Devices, devices_of
-from uopattn.spec.spec import Input
+from uopattn.spec.shards import device_of, devices_of
 
 
 @dataclass(frozen=True)
-class Memory:
+class StridedRows:
   """Rows of elements as a kernel takes them.
 
   Attributes:
@@ -42,28 +42,24 @@ class Memory:
   layout: Layout | None
 
   @classmethod
-  def of(cls, x: Tensor) -> "Memory":
+  def of(cls, x: Tensor) -> "StridedRows":
     """Describe a Tensor of four axes."""
     return cls(cast(tuple[int, int, int, int], sizes(x)), x.dtype, strided(x))
 
   def argument(self, slot: int) -> UOp | View:
     """Return the kernel's argument as (blocks * heads, rows, D)."""
-    blocks, heads, rows, D = self.shape
     if self.layout is None:
-      return UOp.placeholder(self.shape, self.dtype, slot).reshape(blocks * heads, rows, D)
-    layout = self.layout
-    of_block, of_head, of_row, _ = layout.strides
-
-    def start(head: UOp, row: UOp) -> UOp:
-      return head // heads * of_block + head % heads * of_head + row * of_row + layout.offset
-
-    unit = math.gcd(layout.offset, of_block, of_head, of_row)
-    return View(UOp.placeholder((layout.size,), self.dtype, slot), (blocks * heads, rows, D), start, unit)
+      blocks, heads, *rest = self.shape
+      return UOp.placeholder(self.shape, self.dtype, slot).reshape(blocks * heads, *rest)
+    return view(UOp.placeholder((self.layout.size,), self.dtype, slot), self.shape, self.layout)
 
 
 @dataclass(frozen=True)
 class Append:
-  """One call: hashable, without Tensors. Its buffers are, in this order, those that the attributes name.
+  """One call: hashable, without Tensors. Its buffers are those that the attributes name.
+
+  First come those that it writes, `targets`, `row_scales` and the queries that it returns, then those that it reads:
+  `sources`, `queries` and the rest in the order of the attributes.
 
   Attributes:
     targets: the memory of keys and of values.
@@ -79,21 +75,21 @@ class Append:
     four: the format of the targets if they have 4 bits.
   """
 
-  targets: tuple[Memory, Memory]
+  targets: tuple[StridedRows, StridedRows]
   row_scales: tuple[int, int, int] | None
-  sources: tuple[Memory, Memory]
+  sources: tuple[StridedRows, StridedRows]
   place: Place
   tables: tuple[tuple[int, int], ...]
   start: int | UOp | None
   has_lengths: bool
   head_scales: tuple[tuple[int, int], ...] | None
-  queries: Memory | None = None
+  queries: StridedRows | None = None
   norm_rope: NormRopeSpec | None = None
   four: FourBits | None = None
 
   def graph(self, on_cpu: bool) -> UOp:
     """Build the kernel on buffers with slots from 0 on."""
-    (B, heads, M, _), slots = self.sources[0].shape, iter(range(20))
+    (B, heads, M, _), slots = self.sources[0].shape, itertools.count()
 
     def buffer(shape: Sequence[int], dtype: DType) -> UOp:
       return UOp.placeholder(tuple(shape), dtype, next(slots))
@@ -104,7 +100,7 @@ class Append:
       blocks, *rest = self.row_scales
       row_scales = [buffer(self.row_scales, dtypes.float).reshape(blocks * rest[0], rest[1]) for _ in targets]
     q = self.queries
-    rotated = None if q is None else Memory(q.shape, q.dtype, None).argument(next(slots))
+    rotated = None if q is None else StridedRows(q.shape, q.dtype, None).argument(next(slots))
     sources = [x.argument(next(slots)) for x in self.sources]
     queries = None if q is None else q.argument(next(slots))
     tables = tuple(buffer(x, dtypes.int) for x in self.tables)
@@ -160,7 +156,7 @@ def append_call(
 ) -> tuple[UOp, Tensor | None]:
   """Return the call of the kernel that writes new keys and values to their memory, and the queries that it returns.
 
-  What is `.after` the call has the keys and values.
+  A Tensor that is `.after` the call holds the new keys and values.
 
   Args:
     targets: the memory of keys and of values, (blocks, heads, rows, D); see `is_memory`.
@@ -176,34 +172,32 @@ def append_call(
     q: queries of the same positions, (B, query heads, M, D), which become what `norm_rope` says.
     norm_rope: what becomes of keys before they are written, and of queries.
   """
-  variables: tuple[UOp, ...] = ()
-  if isinstance(start, UOp):
-    known = (v for v in bound_variables(start) if v.src[0].vmin < v.src[0].vmax)  # others are constants
-    variables, start = tuple(dict.fromkeys(known)), in_kernel(start)
+  variables = free_variables(start)
+  start = in_kernel(start) if isinstance(start, UOp) else start
   buffers = {_buffer(x) for x in targets}
   # Rows that may be overwritten meanwhile are copied.
   sources = [_copied(x) if _buffer(x) in buffers else x for x in sources]
   q = _copied(q) if q is not None and _buffer(q) in buffers else q
-  memories = [tuple(map(Memory.of, pair)) for pair in (targets, sources)]
+  of_targets, of_sources = (tuple(map(StridedRows.of, pair)) for pair in (targets, sources))
   call = Append(
-    cast(tuple[Memory, Memory], memories[0]),
+    cast(tuple[StridedRows, StridedRows], of_targets),
     cast(tuple[int, int, int], sizes(row_scales[0])) if row_scales else None,
-    cast(tuple[Memory, Memory], memories[1]),
+    cast(tuple[StridedRows, StridedRows], of_sources),
     place,
     tuple(cast(tuple[int, int], sizes(x)) for x in tables),
     None if isinstance(start, Tensor) else start,
     lengths is not None,
     tuple(cast(tuple[int, int], sizes(x)) for x in head_scales) or None,
-    None if q is None else Memory.of(q),
+    None if q is None else StridedRows.of(q),
     None if norm_rope is None else norm_rope.spec,
     four,
   )
-  device = cast(Devices, targets[0].device)
-  outputs = [flat_base("a cache", x, memory.layout) for x, memory in zip(targets, memories[0], strict=True)]
+  device = device_of(targets[0])
+  outputs = [flat_base("a cache", x, rows.layout) for x, rows in zip(targets, of_targets, strict=True)]
   outputs += row_scales
-  rotated = None if q is None else empty(Input("q", sizes(q), q.dtype), device)
+  rotated = None if q is None else empty(sizes(q), q.dtype, device)
   outputs += [] if rotated is None else [rotated]
-  inputs = [flat_base(name, x, memory.layout) for name, x, memory in zip("kv", sources, memories[1], strict=True)]
+  inputs = [flat_base(name, x, rows.layout) for name, x, rows in zip("kv", sources, of_sources, strict=True)]
   inputs += [] if q is None or call.queries is None else [flat_base("q", q, call.queries.layout)]
   others = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
   others += [] if norm_rope is None else norm_rope.tensors

@@ -24,23 +24,23 @@ from uopattn.plan.reference import Lookup
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import Devices, devices_of, on_devices, on_each, selected
+from uopattn.spec.shards import device_of, devices_of, on_devices, on_each, selected
 from uopattn.spec.spec import AttentionSpec
-from uopattn.spec.trace import of_tensors
 
 BLOCK_BYTES = 16 << 20
-ROWS = 64  # queries at a time are a multiple of this, and of the kernel's blocks
+QUERY_STEP = 64  # queries at a time are a multiple of this, and of the kernel's blocks
 OF_MASK = {
   (True, True): Places.PAIRS,
   (True, False): Places.QUERIES,
   (False, True): Places.KEYS,
   (False, False): Places.ALL,
 }
+Axes = list[tuple[int | None, int]]  # see `Read._axes`
 Firsts = tuple[int | UOp, ...]  # numbers along the axes, UOps of the number of a device where devices divide them
 AXES = 4  # batch, head, query and key; of a bias by distance, the last one is the distance
 
 
-def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
+def mask_gradient(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
   """Return the gradient of an additive mask of four axes. Raises NoKernel."""
   sums = _sums(residuals, arguments, mask_bias(sizes(mask)))
   return sums.reshape(mask.shape).cast(mask.dtype)
@@ -52,7 +52,7 @@ def mask_bias(shape: Sequence[int]) -> Bias:
   return Bias(batches, heads, OF_MASK[queries, keys])
 
 
-def of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]) -> list[Tensor | None]:
+def aux_gradients(residuals: Residuals, arguments: Arguments, aux: Mapping[int, Tensor]) -> list[Tensor | None]:
   """Return the gradients of aux Tensors that score_mod reads, None for one that it does not read. Raises NoKernel.
 
   Args:
@@ -87,7 +87,7 @@ class Read:
 
   @classmethod
   def of(cls, read: tuple[int, int], index: tuple[UOp, ...], numbers: Sequence[UOp], N: int) -> "Read":
-    """Find out on what an index depends, an expression of `numbers`; of N keys."""
+    """Find out which of `numbers` an index depends on. N is the number of keys."""
     b, h, i, j = numbers
     known = _symbols(index)
     batches, heads, queries, keys = (x in known for x in numbers)
@@ -104,14 +104,15 @@ class Read:
     spec, places = residuals.spec, self.bias.places
     firsts = [on_each(x, _devices(residuals)) if isinstance(x, UOp) else x for x in self._firsts(spec)]
     heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
-    count = max(1, BLOCK_BYTES // (4 * heads * spec.N * ROWS)) * ROWS
+    count = max(1, BLOCK_BYTES // (4 * heads * spec.N * QUERY_STEP)) * QUERY_STEP
     if places is not Places.PAIRS or self._axes is not None or count >= spec.M:
       sums = _sums(residuals, arguments, self.bias)
       placed = self._placed(residuals, sums, x)
-      return [self._looked_up(sums, x, arguments, firsts) if placed is None else placed]
+      return [self._looked_up(spec, sums, x, arguments, firsts) if placed is None else placed]
 
     def look_up(sums: Tensor, first: Tensor) -> Tensor:
-      return self._looked_up(sums, x, arguments, [y + first if axis == 2 else y for axis, y in enumerate(firsts)])
+      at = [y + first if axis == 2 else y for axis, y in enumerate(firsts)]
+      return self._looked_up(spec, sums, x, arguments, at)
 
     return [_by_queries(residuals, arguments, replace(self.bias, count=count), look_up)]
 
@@ -121,24 +122,24 @@ class Read:
     return (b, h, 0, j - i + 1 - spec.M) if self.bias.places is Places.DISTANCES else (b, h, i, j)
 
   def _placed(self, residuals: Residuals, sums: Tensor, x: Tensor) -> Tensor | None:
-    """Move sums to where they belong in an array like x, on each device to places of its own; None as of `_moved`."""
-    if self._axes is None:
+    """Move sums to their places in an array like x, which differ by device; None where `_moved` returns None."""
+    if (axes := self._axes) is None:
       return None
-    used, shape, devices = {n for n, _ in self._axes}, sizes(x), _devices(residuals)
+    used, shape, devices = {n for n, _ in axes}, sizes(x), _devices(residuals)
     firsts = [first if n in used else 0 for n, first in enumerate(self._firsts(residuals.spec))]
     if not any(isinstance(first, UOp) for first in firsts):
-      return self._moved(sums, shape, cast(list[int], firsts))
+      return self._moved(axes, sums, shape, cast(list[int], firsts))
     each = zip(*(on_devices(y, devices) for y in firsts), strict=True)
-    parts = [moved for own in each if (moved := self._moved(sums, shape, own)) is not None]
+    parts = [moved for own in each if (moved := self._moved(axes, sums, shape, own)) is not None]
     return selected(parts) if parts else None
 
   @functools.cached_property
-  def _axes(self) -> list[tuple[int | None, int]] | None:
+  def _axes(self) -> Axes | None:
     """For each index the number that it is, and the constant added to it; None if an index is anything else.
 
     A number occurs once. An index that is a constant has no number.
     """
-    axes: list[tuple[int | None, int]] = []
+    axes: Axes = []
     for x in self.index:
       used = [n for n, symbol in enumerate(self.numbers) if symbol in x.toposort()]
       rest = (x - self.numbers[used[0]] if used else x).simplify()
@@ -149,15 +150,15 @@ class Read:
     places = [n for n, _ in axes if n is not None]
     return axes if len(set(places)) == len(places) else None
 
-  def _moved(self, sums: Tensor, shape: tuple[int, ...], firsts: Sequence[int]) -> Tensor | None:
-    """Move sums to where they belong in an array of a shape; None if they are not simply moved.
+  @staticmethod
+  def _moved(axes: Axes, sums: Tensor, shape: tuple[int, ...], firsts: Sequence[int]) -> Tensor | None:
+    """Move sums to their places in an array of a shape; None if they are not simply moved.
 
     Args:
+      axes: see `_axes`.
       sums: (batches, heads, queries, keys or distances), an axis on which nothing depends having a size of 1.
       firsts: the numbers that the first elements along the axes have.
     """
-    if (axes := self._axes) is None:
-      return None
     order = [n for n, _ in axes if n is not None]
     if any(size > 1 for n, size in enumerate(sizes(sums)) if n not in order):
       return None
@@ -170,25 +171,27 @@ class Read:
     before = [min(max(0, a), size) for a, size in zip(starts, shape, strict=True)]
     return x.pad(tuple((m, size - m - n) for m, n, size in zip(before, sizes(x), shape, strict=True)))
 
-  def _looked_up(self, sums: Tensor, x: Tensor, arguments: Arguments, firsts: Sequence[int | Tensor]) -> Tensor:
+  def _looked_up(
+    self, spec: AttentionSpec, sums: Tensor, x: Tensor, arguments: Arguments, firsts: Sequence[int | Tensor]
+  ) -> Tensor:
     """Let tinygrad differentiate the look-up of as many elements as there are sums."""
     assert self.bias.read is not None
-    assert arguments.score_mod is not None
+    assert spec.score_mod is not None
     of_aux, number = self.bias.read
     leaf = x.detach()
-    lookups = [Reads(leaf if i == of_aux else y.detach()) for i, y in enumerate(arguments.aux)]
+    lookups = [RecordedLookup(leaf if i == of_aux else y.detach()) for i, y in enumerate(arguments.aux)]
     at = [
       (Tensor.arange(n) + first).reshape(*(n if axis == i else 1 for i in range(AXES)))
       for axis, (n, first) in enumerate(zip(sizes(sums), firsts, strict=True))
     ]
     if self.bias.places is Places.DISTANCES:
       at[2] = at[2] * 0  # the keys are then as far from it as their number says
-    of_tensors(arguments.score_mod, Tensor.zeros(1, 1, 1, 1), *at, *lookups)
+    spec.score_mod.of_tensors(Tensor.zeros(1, 1, 1, 1), *at, *lookups)
     (grad,) = (lookups[of_aux].gathered[number].float() * sums.detach()).sum().gradient(leaf)
     return grad.float()
 
 
-class Reads(Lookup):
+class RecordedLookup(Lookup):
   """A `Lookup` that keeps a list of what was read."""
 
   def __init__(self, tensor: Tensor):
@@ -206,7 +209,7 @@ def _symbols(index: Sequence[UOp]) -> set[UOp]:
 
 
 def _devices(residuals: Residuals) -> tuple[str, ...]:
-  return devices_of(cast(Devices, residuals.q.device))
+  return devices_of(residuals.q.device)
 
 
 def _lengths(residuals: Residuals) -> tuple[int, int, int, int]:
@@ -217,13 +220,11 @@ def _lengths(residuals: Residuals) -> tuple[int, int, int, int]:
 
 
 def _sums(residuals: Residuals, arguments: Arguments, bias: Bias) -> Tensor:
-  """Return the sums of a bias's gradients, as of `summed`. Raises NoKernel."""
+  """Return the sums of a bias's gradients, as of `totals`. Raises NoKernel."""
   spec = with_bias(residuals.spec, bias)
   launch = _launch(residuals, spec)
-  outputs = launch.run(
-    cast(Devices, residuals.q.device), residuals.buffers(arguments), arguments.variables(), no_further
-  )
-  return summed(outputs["dbias"], BiasWork.of(spec, launch.tiles))
+  outputs = launch.run(device_of(residuals.q), residuals.buffers(arguments), arguments.variables(), no_further)
+  return totals(outputs["dbias"], BiasWork.of(spec, launch.tiles))
 
 
 def _by_queries(
@@ -235,7 +236,7 @@ def _by_queries(
   compute all of them first.
   """
   spec = with_bias(residuals.spec, bias)
-  launch, device, buffers = _launch(residuals, spec), cast(Devices, residuals.q.device), residuals.buffers(arguments)
+  launch, device, buffers = _launch(residuals, spec), device_of(residuals.q), residuals.buffers(arguments)
   if missing := -bias.count % launch.tiles.block_m:  # of whole blocks of queries
     return _by_queries(residuals, arguments, replace(bias, count=bias.count + missing), look_up)
   total, zero = None, Tensor.zeros(1, dtype=dtypes.int32, device=device)
@@ -244,7 +245,7 @@ def _by_queries(
     buffers["first"] = [start]
     sums = launch.run(device, buffers, arguments.variables(), no_further)["dbias"]
     buffers["dbias"] = [sums]
-    grad = look_up(summed(sums, BiasWork.of(spec, launch.tiles)), start)
+    grad = look_up(totals(sums, BiasWork.of(spec, launch.tiles)), start)
     total = (grad if total is None else total + grad).contiguous()
     zero = zero_after(total)
   assert total is not None
@@ -264,7 +265,7 @@ def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
   return launch
 
 
-def summed(x: Tensor, work: BiasWork) -> Tensor:
+def totals(x: Tensor, work: BiasWork) -> Tensor:
   """Add up what belongs together in a kernel's sums: (batches, heads, queries, keys or distances)."""
   batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
   if work.bias.places is Places.PAIRS:

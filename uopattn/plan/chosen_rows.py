@@ -16,6 +16,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl import sizes
 from uopattn.dsl.cpu.register_blocks import even
+from uopattn.dsl.schedule import GRADIENTS
 from uopattn.kernels.choose import count_dtype
 from uopattn.kernels.chosen_gradients import add_rows, find_chosen, list_choosers, put_queries
 from uopattn.plan.gradient import backward_launches, of_scores, weights_of, written
@@ -23,14 +24,16 @@ from uopattn.plan.launch import Launch, empty, run_graph, zero_after
 from uopattn.plan.reference import chosen_rows, scores_of
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.spec import Input, make_spec
+from uopattn.spec.spec import make_spec
 
-GRADIENTS = "dq", "dk", "dv"
 CHUNK_BYTES = 1 << 30  # of results and lists of a chunk
 
 
 def chunk_size(M: int, each: int) -> int:
-  """Return the queries per chunk, of M, which take so many bytes each: evenly many, and at least one."""
+  """Return how many of the M queries, of `each` bytes, go into one chunk.
+
+  At least one, and about as many in every chunk.
+  """
   return even(M, max(1, CHUNK_BYTES // each))
 
 
@@ -83,7 +86,7 @@ class ChosenRows:
 
   def gradients(self) -> list[Tensor]:
     """Return dQ as sequences, dK and dV. Raises ValueError if no kernels serve it and the backend is "kernel"."""
-    s, memory = self.whole, Memory(self.device)
+    s, memory = self.whole, Scratch(self.device)
     dq = memory.new("whole", (self.B, self.M, s.spec.Hq * s.spec.Dk), s.q.dtype)
     sums = [Tensor.zeros(*sizes(x), dtype=dtypes.float32, device=self.device).contiguous() for x in (s.k, s.v)]
     first = Tensor.zeros(1, dtype=dtypes.int32, device=self.device).contiguous()
@@ -99,7 +102,7 @@ class ChosenRows:
     of_keys = (x.cast(y.dtype) for x, y in zip(sums, (s.k, s.v), strict=True))
     return [dq.reshape(*sizes(s.q)), *of_keys]
 
-  def _chunk(self, first: Tensor, memory: "Memory") -> tuple[Residuals, list[Tensor], Arguments]:
+  def _chunk(self, first: Tensor, memory: "Scratch") -> tuple[Residuals, list[Tensor], Arguments]:
     """Return the chunk of queries from `first` on, its lists with their lengths, and its arguments.
 
     Queries past the last one have no keys.
@@ -125,7 +128,7 @@ class ChosenRows:
     )
     return Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta), [table, counts], arguments
 
-  def _by_kernels(self, part: Residuals, arguments: Arguments, memory: "Memory") -> list[Tensor]:
+  def _by_kernels(self, part: Residuals, arguments: Arguments, memory: "Scratch") -> list[Tensor]:
     """Return dQ of a chunk, and a row of dK and of dV for each pair."""
     launches = tuple(replace(x, spec=part.spec) for x in self.launches)
     names = {name for x in launches for name in x.kernel.outputs}
@@ -134,7 +137,7 @@ class ChosenRows:
     return [results[name] for name in GRADIENTS]
 
   def _added(
-    self, sums: list[Tensor], parts: Sequence[Tensor], listed: Sequence[Tensor], memory: "Memory"
+    self, sums: list[Tensor], parts: Sequence[Tensor], listed: Sequence[Tensor], memory: "Scratch"
   ) -> list[Tensor]:
     """Add a chunk's rows of dK and dV to the sums of their keys."""
     N, (_, heads, top_k) = self.whole.spec.kept[2], sizes(listed[0])
@@ -154,7 +157,7 @@ class ChosenRows:
     ]
 
 
-class Memory(dict[str, Tensor]):
+class Scratch(dict[str, Tensor]):
   """The buffers that chunks use one after another, by name. In a large schedule tinygrad would allocate new ones."""
 
   def __init__(self, device: str):
@@ -163,7 +166,7 @@ class Memory(dict[str, Tensor]):
 
   def new(self, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
     """Return the buffer to write to."""
-    return self[name] if name in self else self.keep(name, empty(Input(name, shape, dtype), self.device))
+    return self[name] if name in self else self.keep(name, empty(shape, dtype, self.device))
 
   def keep(self, name: str, x: Tensor) -> Tensor:
     """Return the buffer as it was written."""

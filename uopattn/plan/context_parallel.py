@@ -20,12 +20,14 @@ from typing import Any, cast
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
+from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import GradientCall, Residuals, backward_launches, by_kernels, by_reference, of_inputs
+from uopattn.plan.gradient import GradientCall, backward_launches, by_kernels, by_reference, of_inputs
 from uopattn.plan.launch import Launch
-from uopattn.plan.reference import merged, reference
+from uopattn.plan.reference import merged_states, reference
+from uopattn.plan.residuals import Residuals
 from uopattn.plan.sharded import shard_spec
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
@@ -43,13 +45,13 @@ from uopattn.spec.shards import (
 )
 from uopattn.spec.spec import AttentionSpec, make_spec
 
-ROWS = 2  # the axis of queries and keys
+SEQUENCE = 2  # the axis of queries and keys
 Place = Callable[[Any], Any]  # the number of a device, an int or a UOp -> a number of a query or a key
 
 
 @dataclass(frozen=True)
 class Chunk:
-  """Consecutive queries, or keys, of which each device has as many.
+  """Consecutive queries, or keys, the same number on each device.
 
   Attributes:
     size: how many.
@@ -67,7 +69,7 @@ class ContextParallel:
   Attributes:
     spec: of the whole.
     arguments: of the whole, with a seed if weights are dropped.
-    q_axis: ROWS if q is sharded, None if every device has all of it; the output likewise.
+    q_axis: SEQUENCE if q is sharded, None if every device has all of it; the output likewise.
     chunks: the queries that a device computes: one chunk, or two under a causal mask.
     steps: the keys of each ring step.
   """
@@ -83,17 +85,17 @@ class ContextParallel:
   def of(
     cls, devices: tuple[str, ...], axes: Sequence[int | None], spec: AttentionSpec, arguments: Arguments
   ) -> "ContextParallel":
-    """Decide which device computes what; `axes` are those along which q, k and v are sharded: ROWS or None."""
+    """Decide which device computes what; `axes` are those along which q, k and v are sharded: SEQUENCE or None."""
     n, (q_axis, *of_keys) = len(devices), axes
     zigzag = any(x.longest_last for x in spec.masks) and spec.M % (2 * n) == 0
-    rows_divided = q_axis == ROWS or (zigzag and not spec.is_decode)
+    rows_divided = q_axis == SEQUENCE or (zigzag and not spec.is_decode)
     chunks: tuple[Chunk, ...] = (_all(spec.M),)
     steps: tuple[Chunk, ...] = (_all(spec.N),)
     if rows_divided:
       size = spec.M // (2 * n if zigzag else n)
       chunks = (Chunk(size, lambda i: i * size),)
       chunks += (Chunk(size, lambda i: (2 * n - 1 - i) * size),) if zigzag else ()
-    if ROWS in of_keys:
+    if SEQUENCE in of_keys:
       keys = spec.N // n
       steps = tuple(Chunk(keys, _from_device(s, n, keys)) for s in range(n if rows_divided else 1))
     return cls(devices, spec, arguments, q_axis, chunks, steps)
@@ -145,7 +147,7 @@ class ContextParallel:
       partials = [tuple(self._of_device(i, x) for x in partials[0]) for i in range(len(self.devices))]
     sinks = None if arguments.sinks is None else gathered(arguments.sinks).float()
     outs, lses = zip(*partials, strict=True)
-    out, lse = merged(outs, lses, sinks)
+    out, lse = merged_states(outs, lses, sinks)
     return out.contiguous(), lse.contiguous()
 
   def gradients(self, call: GradientCall) -> list[Tensor | None]:
@@ -153,11 +155,11 @@ class ContextParallel:
     inputs = [[None] * len(self.chunks) if x is None else self._chunks_of(x) for x in (q, *call.results, *call.grads)]
     chunk_gradients = [self._gradients_of(call, chunk, *x) for chunk, *x in zip(self.chunks, *inputs, strict=True)]
     of_q, of_keys, of_others = zip(*chunk_gradients, strict=True)
-    dq = self._whole(of_q) if self.rows_divided else gradient_of(q, of_q[0], None, summed=True)
     of_steps = list(zip(*of_keys, strict=True))
     dkv = [self._of_keys(x, [[pair[i] for pair in step] for step in of_steps]) for i, x in enumerate((k, v))]
     named = zip(list(call.operands)[3:], others, zip(*of_others, strict=True), strict=True)
-    return [dq, *dkv, *(None if xs[0] is None else self._of_other(name, whole, xs) for name, whole, xs in named)]
+    rest = (None if xs[0] is None else self._of_other(name, whole, xs) for name, whole, xs in named)
+    return [self._whole(of_q), *dkv, *rest]
 
   def _gradients_of(
     self,
@@ -168,18 +170,18 @@ class ContextParallel:
     lse: Tensor,
     do: Tensor | None,
     dlse: Tensor | None,
-  ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[Tensor | None]]:
+  ) -> tuple[Tensor, Sequence[tuple[Tensor | None, Tensor | None]], list[Tensor | None]]:
     """Return the gradients of a chunk: of q, of the keys and values of each step, and of the other operands.
 
-    Plain ops compute those of all keys and values in one.
+    Plain ops compute those of all keys and values in one, and leave out some; see `by_reference`.
     """
     k, v, arguments = call.operands["k"], call.operands["v"], call.arguments
     qkv = q, gathered(k), gathered(v)
     spec, own = self._spec(chunk, None, arguments, qkv), self._arguments(chunk, None, arguments)
     launches = [backward_launches(self._spec(chunk, x, arguments), self.devices, call.backend) for x in self.steps]
     if None in launches:
-      dq, dk, dv, *rest = cast(list[Tensor], by_reference(spec, *qkv, own, (do, dlse)))
-      return dq, [(dk, dv)], [*rest]
+      dq, dk, dv, *rest = by_reference(spec, *qkv, own, (do, dlse))
+      return cast(Tensor, dq), [(dk, dv)], rest
     residuals, of_q, of_keys = Residuals.of(spec, *qkv, out, lse, do, dlse), [], []
     for step, of_step in zip(self.steps, cast(list[tuple[Launch, ...]], launches), strict=True):
       k_step, v_step = self._keys_of(step, k, v)
@@ -187,26 +189,31 @@ class ContextParallel:
       dq, dk, dv = by_kernels(of_step, of_this, self._arguments(chunk, step, arguments))
       of_q.append(dq)
       of_keys.append((dk, dv))
-    return _sum(of_q), of_keys, of_inputs(residuals, own, call.wanted)
+    # If each device has all queries, it has gone through its own keys.
+    dq = _sum(of_q) if self.rows_divided else gradient_of(call.operands["q"], _sum(of_q), None, summed=True)
+    return dq, of_keys, of_inputs(residuals, own, call.wanted)
 
-  def _of_keys(self, x: Tensor, grads: list[list[Tensor]]) -> Tensor:
-    """Return the gradient of k or v from those of each step, a list of those of each chunk."""
-    n, steps = len(self.devices), [_sum(of_chunks) for of_chunks in grads]
-    if sizes(steps[0])[ROWS] == self.spec.N:
+  def _of_keys(self, x: Tensor, grads: list[list[Tensor | None]]) -> Tensor | None:
+    """Return the gradient of k or v from those of each step, a list of those of each chunk; None if these are None."""
+    of_steps = [[grad for grad in of_chunks if grad is not None] for of_chunks in grads]
+    if not all(of_steps):
+      return None
+    n, steps = len(self.devices), [_sum(of_chunks) for of_chunks in of_steps]
+    if sizes(steps[0])[SEQUENCE] == self.spec.N:
       return gradient_of(x, steps[0], None, summed=self.rows_divided)
     size = self.steps[0].size
     home = [
-      pieces(grad, ROWS, [((i - s) % n, 0, size) for i in range(n)]) if s else grad for s, grad in enumerate(steps)
+      pieces(grad, SEQUENCE, [((i - s) % n, 0, size) for i in range(n)]) if s else grad for s, grad in enumerate(steps)
     ]
-    return gradient_of(x, _sum(home), ROWS, summed=True)
+    return gradient_of(x, _sum(home), SEQUENCE, summed=True)
 
   def _of_other(self, name: str, x: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """Return the gradient of a mask, of sinks or of an aux from those of all chunks."""
-    if name == "attn_mask" and sizes(x)[ROWS] > 1 and self.rows_divided:
+    if name == "attn_mask" and sizes(x)[SEQUENCE] > 1 and self.rows_divided:
       return resharded(self._whole(grads), x.uop.axis)
     return gradient_of(x, _sum(grads), None, summed=self.rows_divided)
 
-  def _chunks_of(self, x: Tensor, axis: int = ROWS) -> list[Tensor]:
+  def _chunks_of(self, x: Tensor, axis: int = SEQUENCE) -> list[Tensor]:
     """Return the rows of each chunk, from a Tensor of all queries."""
     n, size = len(self.devices), self.chunks[0].size
     if not self.rows_divided:
@@ -219,7 +226,7 @@ class ContextParallel:
     shard, numbers = shard_of(x, axis), ([chunk.first(i) // size for i in range(n)] for chunk in self.chunks)
     return [pieces(shard, axis, [(j // 2, j % 2 * size, size) for j in of_devices]) for of_devices in numbers]
 
-  def _whole(self, chunks: Sequence[Tensor], axis: int = ROWS) -> Tensor:
+  def _whole(self, chunks: Sequence[Tensor]) -> Tensor:
     """Return a Tensor of all queries, sharded as q, from the rows of each chunk."""
     n, size = len(self.devices), self.chunks[0].size
     if not self.rows_divided:
@@ -227,20 +234,20 @@ class ContextParallel:
     if len(chunks) == 2:
       numbers = ([2 * i + half for i in range(n)] for half in range(2))
       halves = (
-        picked([chunks[j >= n] for j in of_devices], axis, [(min(j, 2 * n - 1 - j), 0, size) for j in of_devices])
+        picked([chunks[j >= n] for j in of_devices], SEQUENCE, [(min(j, 2 * n - 1 - j), 0, size) for j in of_devices])
         for of_devices in numbers
       )
-      chunks = [Tensor.cat(*halves, dim=axis).contiguous()]
-    whole = joined(chunks[0], axis)
-    return whole if self.q_axis == ROWS else gathered(whole)
+      chunks = [Tensor.cat(*halves, dim=SEQUENCE).contiguous()]
+    whole = joined(chunks[0], SEQUENCE)
+    return whole if self.q_axis == SEQUENCE else gathered(whole)
 
   def _keys_of(self, step: Chunk, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return each device's rows of k and v for a step."""
     if not self.keys_divided:
       return in_memory(k), in_memory(v)
     n, s = len(self.devices), self.steps.index(step)
-    shards = (in_memory(shard_of(x, ROWS)) for x in (k, v))
-    k, v = (pieces(x, ROWS, [((i + s) % n, 0, step.size) for i in range(n)]) if s else x for x in shards)
+    shards = (in_memory(shard_of(x, SEQUENCE)) for x in (k, v))
+    k, v = (pieces(x, SEQUENCE, [((i + s) % n, 0, step.size) for i in range(n)]) if s else x for x in shards)
     return k, v
 
   def _of_device(self, i: int, shard: Tensor) -> Tensor:
@@ -293,7 +300,7 @@ class ContextParallel:
     if arguments.attn_mask is not None:
       B, Hq, M, N = sizes(four_axes(arguments.attn_mask))
       mask = folded(four_axes(arguments.attn_mask))
-      mask = self._chunks_of(mask)[index] if sizes(mask)[ROWS] > 1 else gathered(mask)
+      mask = self._chunks_of(mask)[index] if sizes(mask)[SEQUENCE] > 1 else gathered(mask)
       if divided and sizes(mask)[3] > 1:
         mask = pieces(mask.contiguous(), 3, [(i, first, keys.size) for i, first in enumerate(self._extent(keys)[0])])
       changes["attn_mask"] = mask.expand(B, Hq, min(M, chunk.size), min(N, keys.size))
@@ -313,7 +320,7 @@ class ContextParallel:
     moves = [by(i) for i in range(len(self.devices))]
     if isinstance(x, int):
       return per_device([x + move for move in moves for _ in range(self.spec.B)], self.devices)
-    start = gathered(x) if isinstance(x, Tensor) else Tensor(x).expand(self.spec.B).cast(dtypes.int)
+    start = gathered(x).clip(-FAR, FAR) if isinstance(x, Tensor) else Tensor(x).expand(self.spec.B).cast(dtypes.int)
     return start + per_device(moves, self.devices)
 
 
@@ -323,7 +330,7 @@ def _all(size: int) -> Chunk:
 
 
 def _from_device(step: int, n: int, keys: int) -> Place:
-  """Return the first key of a ring step, which is one of the keys of the device that is `step` further on."""
+  """Return the first key of ring step `step`, in which a device has the keys of the device `step` places after it."""
   return lambda i: (i + step) % n * keys
 
 

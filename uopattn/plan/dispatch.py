@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from tinygrad import dtypes
 from tinygrad.helpers import ceildiv
@@ -20,14 +20,29 @@ from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
-# The modules with the schedules of a device (`Target.runs`): of forward passes, and of gradients. The first that
-# prefers a case has it. Generic ones, which need no matrix unit, are for what the others do not serve.
-MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-  "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
-  "AMD": (("amd_forward", "generic_forward"), ("amd_backward", "generic_wide_backward")),
-  "METAL": (("apple_forward",), ("apple_backward", "generic_wide_backward")),
-  GENERIC: (("generic_forward",), ("generic_backward", "generic_wide_backward")),
-  "CUDA": (
+Kind = Literal["forward", "backward", "bias"]  # what a schedule computes: results, gradients, or those of a bias
+
+
+class Modules(NamedTuple):
+  """The modules with the schedules of a device: of forward passes, of gradients, and of the gradients of biases.
+
+  Of the first two the first that prefers a case has it. Generic ones, which need no matrix unit, are for what the
+  others do not serve.
+  """
+
+  forward: tuple[str, ...] = ()
+  backward: tuple[str, ...] = ()
+  bias: tuple[str, ...] = ()
+
+
+MODULES = {  # by `Target.runs`
+  "CPU": Modules(
+    ("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward"), ("cpu_bias_backward",)
+  ),
+  "AMD": Modules(("amd_forward", "generic_forward"), ("amd_backward", "generic_wide_backward"), ("amd_bias_backward",)),
+  "METAL": Modules(("apple_forward",), ("apple_backward", "generic_wide_backward"), ("apple_bias_backward",)),
+  GENERIC: Modules(("generic_forward",), ("generic_backward", "generic_wide_backward"), ("generic_bias_backward",)),
+  "CUDA": Modules(
     (
       "hopper_latent_forward",
       "hopper_wide_forward",
@@ -44,21 +59,19 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
       "cuda_wide_backward",
       "generic_wide_backward",
     ),
+    ("hopper_bias_backward", "cuda_bias_backward"),
   ),
 }
-# The modules of the gradients of biases, by `Target.runs`.
-BIAS = {
-  "CPU": ("cpu_bias_backward",),
-  "AMD": ("amd_bias_backward",),
-  "METAL": ("apple_bias_backward",),
-  GENERIC: ("generic_bias_backward",),
-  "CUDA": ("hopper_bias_backward", "cuda_bias_backward"),
-}
-DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that have kernels
+WITH_KERNELS = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # devices
 # How to have tinygrad render C, as the kernels for CPUs need, and CUDA C++, as those for NVIDIA's GPUs need: with NVRTC
 # and with nvcc.
 WITH_CLANG = "DEV=CPU:CLANG"
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
+NO_KERNEL: dict[Kind, str] = {
+  "forward": "no kernel",
+  "backward": "no kernels for gradients",
+  "bias": "no kernel for gradients of biases",
+}
 MOST = 8  # tiles of a schedule to measure
 Chooser = Callable[[AttentionSpec, str, bool], tuple[Launch, ...] | None]  # see `choose_by`
 Guard = Callable[[tuple[Launch, ...], str, bool], str]  # see `guard_by`
@@ -79,23 +92,19 @@ class NoKernel(ValueError):
 
 
 @functools.cache
-def schedules(device: str, backward: bool = False) -> tuple[Schedule, ...]:
-  """Return the schedules of a device, with `backward` for gradients; () if it has no kernels.
+def schedules(device: str, kind: Kind = "forward") -> tuple[Schedule, ...]:
+  """Return the schedules of a device that are of a kind; () if it has no kernels.
 
   Their modules are imported here, because no process needs those of all devices.
   """
-  modules = [import_module(f"uopattn.kernels.{name}") for name in MODULES.get(device, ((), ()))[backward]]
+  names: tuple[str, ...] = getattr(MODULES.get(device, Modules()), kind)
+  modules = [import_module(f"uopattn.kernels.{name}") for name in names]
   return tuple(x for module in modules for x in vars(module).values() if isinstance(x, Schedule))
 
 
-def every_schedule(backward: bool = False) -> tuple[Schedule, ...]:
+def every_schedule(kind: Kind = "forward") -> tuple[Schedule, ...]:
   """Return the schedules of all devices, each once; see `schedules`."""
-  return tuple(dict.fromkeys(x for device in MODULES for x in schedules(device, backward)))
-
-
-def every_bias_schedule() -> tuple[Schedule, ...]:
-  """Return the schedules for gradients of biases of all devices."""
-  return tuple(_bias_schedule(x) for modules in BIAS.values() for x in modules)
+  return tuple(dict.fromkeys(x for device in MODULES for x in schedules(device, kind)))
 
 
 def launch_on(spec: AttentionSpec, device: str) -> Launch:
@@ -121,7 +130,7 @@ def backward_on(spec: AttentionSpec, device: str) -> tuple[Launch, ...]:
 
 
 def choose_by(chooser: Chooser) -> None:
-  """Let a function of an attention, a device, and whether its gradient is meant choose the launches.
+  """Register a function that chooses launches, given an attention, a device and whether they are for its gradient.
 
   Where it returns None, `dispatch` and `dispatch_backward` choose by their model.
   """
@@ -129,7 +138,7 @@ def choose_by(chooser: Chooser) -> None:
 
 
 def guard_by(guard: Guard) -> None:
-  """Let a function of launches, a device, and whether they are of a gradient say why they may not run there.
+  """Register a function that says why launches may not run, given them, a device and whether they are for a gradient.
 
   It returns "" where they may. `dispatch` and `dispatch_backward`, which know no device, do not ask.
   """
@@ -192,7 +201,9 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
 
 def _made_for(target: Target, chosen: Schedule, backward: bool = False) -> list[Schedule]:
   """Return the schedules that may be the fastest on a target: those made for it, and the chosen one."""
-  return [x for x in schedules_on(target, backward) if target.runs in x.devices or x is chosen]
+  return [
+    x for x in schedules_on(target, "backward" if backward else "forward") if target.runs in x.devices or x is chosen
+  ]
 
 
 def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, chosen: bool) -> Sequence[Any]:
@@ -233,7 +244,7 @@ def stores_scores(launches: Sequence[Launch]) -> bool:
 
 
 def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:
-  """Return at most `MOST` copies of a schedule's launches with tiles to measure, those tried first that come first."""
+  """Return at most `MOST` copies of a schedule's launches with other tiles to measure, the most promising first."""
   seen = spec.packed(launches[0].pack_gqa)
   kernels = {x.kernel.gradients: x.kernel for x in launches}  # one of those that have the same tiles
   lists = [list(enumerate(tiles_for(launches[0].schedule, x, seen, target))) for x in kernels.values()]
@@ -248,7 +259,7 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   Raises:
     NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
-  among = [x for x in schedules_on(target, backward=True) if x.preferred(spec, target)]
+  among = [x for x in schedules_on(target, "backward") if x.preferred(spec, target)]
   return _first(among, spec, target, reasons_of=-1)
 
 
@@ -258,19 +269,7 @@ def bias_launch(spec: AttentionSpec, target: Target) -> Launch:
   Raises:
     NoKernel: no kernel serves it.
   """
-  return _first(_bias_schedules(target), spec, target, reasons_of=-1)[0]
-
-
-def _bias_schedules(target: Target) -> list[Schedule]:
-  """Return the schedules for gradients of biases, the most general one last. Raises NoKernel if there is none."""
-  if (modules := BIAS.get(target.runs)) is None:
-    raise NoKernel(f"no kernel for gradients of biases for device {target.device}")
-  return [_bias_schedule(x) for x in modules]
-
-
-def _bias_schedule(module: str) -> Schedule:
-  schedule: Schedule = import_module(f"uopattn.kernels.{module}").SCHEDULE
-  return schedule
+  return _first(schedules_on(target, "bias"), spec, target, reasons_of=-1)[0]
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:
@@ -310,24 +309,24 @@ def sums_launches(launches: Sequence[Launch]) -> list[Launch]:
   return [sums_launch(spec, *x) for x in sums]
 
 
-def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:
-  """Return the schedules for a target's device, with `backward` for gradients. Raises NoKernel if there are none."""
-  if available := schedules(target.runs, backward):
+def schedules_on(target: Target, kind: Kind = "forward") -> tuple[Schedule, ...]:
+  """Return the schedules for a target's device that are of a kind. Raises NoKernel if there are none."""
+  if available := schedules(target.runs, kind):
     return available
-  what = "no kernels for gradients" if backward else "no kernel"
-  raise NoKernel(f"{what} for device {target.device}; {_needed(target)}")
+  raise NoKernel(f"{NO_KERNEL[kind]} for device {target.device}; {_needed(target)}")
 
 
 def all_schedules_on(target: Target, backward: bool) -> tuple[Schedule, ...]:
-  """Return the schedules for a target's device, among gradients also that of biases. Raises NoKernel."""
-  return (*schedules_on(target, backward), *(_bias_schedules(target) if backward else []))
+  """Return the schedules for a target's device, among gradients also those of biases. Raises NoKernel."""
+  kinds: tuple[Kind, ...] = ("backward", "bias") if backward else ("forward",)
+  return tuple(x for kind in kinds for x in schedules_on(target, kind))
 
 
 def _needed(target: Target) -> str:
   """Return what a device without kernels needs."""
   kind, *renderer = target.device.split(":")
   if not renderer:
-    return f"there are kernels for {', '.join(sorted(DEVICES))}"
+    return f"there are kernels for {', '.join(sorted(WITH_KERNELS))}"
   if kind == "CPU":
     return f"kernels are C: set {WITH_CLANG}, which needs clang"
   nvrtc, nvcc = WITH_NVRTC_AND_NVCC[kind]
@@ -378,11 +377,12 @@ def check_arguments(launches: Sequence[Launch], target: Target) -> None:
   """Raise ValueError if a call would have more arguments than it may have; see `Target.most_arguments`."""
   if (most := target.most_arguments) is None:
     return
-  counts = (len(x.buffers()) if target.device == "WEBGPU" else x.argument_count() for y in launches for x in stages(y))
-  if (count := max(counts)) > most:
+  counts_variables = target.device != "WEBGPU"  # which limits buffers alone
+  both = ((x, x.spec.variables if counts_variables else ()) for launch in launches for x in stages(launch))
+  if (count := max(len(x.buffers()) + len(variables) for x, variables in both)) > most:
     raise ValueError(
-      f"takes {most} Tensors and Variables at most, its results among them, and would be given {count}; "
-      "pass fewer in aux, for example several as one"
+      f"takes at most {most} Tensors{' and Variables' if counts_variables else ''}, results included, but would get "
+      f"{count}; pass fewer Tensors in aux, for example by joining several into one"
     )
 
 
@@ -396,7 +396,9 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
     against.append("aux holds a Tensor without elements, for which kernels have no buffer")
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
-    against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
+    dtype = dtype_name(spec.dtype)
+    against.append(f"{schedule.name} does not support q, k and v in {dtype}; pass them in {accepted}")
   elif spec.stored in DTYPES_16 and spec.dtype == dtypes.float32 and not schedule.mixed:
-    against.append(f"{schedule.name} has no code for float q with {dtype_name(spec.stored)} k and v; give it one dtype")
+    dtype = dtype_name(spec.stored)
+    against.append(f"{schedule.name} does not support float q with {dtype} k and v; pass all three in one dtype")
   return against

@@ -1,18 +1,18 @@
 """The forward pass of `attention` with kernels."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import Tensor, UOp
 
 from uopattn.plan.dispatch import stages
-from uopattn.plan.gradient import with_heads_first
 from uopattn.plan.launch import Gradient, Launch, Tensors
 from uopattn.runtime.function import in_function
 from uopattn.runtime.prepare import is_compiled
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.layout import flat_base
-from uopattn.spec.shards import Devices
+from uopattn.spec.shards import Devices, device_of
+from uopattn.spec.spec import AttentionSpec
 
 
 def forward(
@@ -37,8 +37,8 @@ def forward(
   if arguments.block_mask is not None and launch.spec.block_heads is not None:
     inputs["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
-  gradient = None if has_gradients(launch, cast(Devices, q.device)) else _none_in_functions
-  return run_stages(launch, cast(Devices, q.device), inputs, results, arguments.variables(), gradient)
+  gradient = None if has_gradients(launch, device_of(q)) else _none_in_functions
+  return run_stages(launch, device_of(q), inputs, results, arguments.variables(), gradient)
 
 
 def has_gradients(launch: Any, device: Devices) -> bool:
@@ -82,3 +82,10 @@ def run_stages(
     inputs = {**inputs, **{name: [x] for name, x in outputs.items()}}
   outputs = last.run(device, {**inputs, **results}, variables, gradient)
   return with_heads_first(outputs["o"], launch.spec), outputs["lse"]
+
+
+def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
+  """Return the output as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
+  if spec.layout("o") is None:
+    return o
+  return o.reshape(spec.B, spec.M, spec.Hq, spec.Dv).transpose(1, 2)

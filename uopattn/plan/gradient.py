@@ -14,20 +14,20 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.plan import bias
 from uopattn.plan.dispatch import NoKernel, backward_on, sums_launch
 from uopattn.plan.launch import Launch, Tensors
-from uopattn.plan.reference import dropped, keys_of, reference, scores_of
+from uopattn.plan.reference import dropped, keys_of, products_of, reference, scores_from, scores_of
 from uopattn.plan.residuals import Residuals, no_further
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.shards import Devices, device_of, devices_of
 from uopattn.spec.spec import AttentionSpec
+from uopattn.spec.tensors import placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def gradients_of(spec: AttentionSpec, call: GradientCall) -> list[Tensor | None]
   Those of sinks are tinygrad's own ops. So are those of an additive mask and of the aux that score_mod reads where no
   kernel serves them (`uopattn.plan.bias`), and then store (B, Hq, M, N) scores.
   """
-  launches = backward_launches(spec, cast(Devices, call.operands["q"].device), call.backend)
+  launches = backward_launches(spec, device_of(call.operands["q"]), call.backend)
   if launches is None:
     return by_reference(spec, *call.qkv, call.arguments, call.grads)
   residuals = Residuals.of(spec, *call.qkv, *call.results, *call.grads)
@@ -86,13 +86,6 @@ def refuse(error: NoKernel, backend: str) -> None:
     raise ValueError(f"backend='kernel': {error}") from error
   for reason in error.reasons:
     log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
-
-
-def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
-  """Return the output as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
-  if spec.layout("o") is None:
-    return o
-  return o.reshape(spec.B, spec.M, spec.Hq, spec.Dv).transpose(1, 2)
 
 
 def differentiable(arguments: Arguments) -> dict[str, Tensor]:
@@ -133,7 +126,7 @@ def by_kernels(
     results: buffers to write to, by name; missing ones are new.
   """
   buffers = residuals.buffers(arguments) | dict(results)
-  return run_backward(launches, cast(Devices, residuals.q.device), buffers, arguments.variables(), arguments.block_mask)
+  return run_backward(launches, device_of(residuals.q), buffers, arguments.variables(), arguments.block_mask)
 
 
 def run_backward(
@@ -149,7 +142,7 @@ def run_backward(
     buffers: the inputs, by name, and buffers to write to; missing ones are new.
   """
   outputs = written(launches, device, buffers, variables, mask)
-  return [outputs["dq"], *(summed(outputs[name], launches[0].spec) for name in ("dk", "dv"))]
+  return [outputs["dq"], *(_sum_of_splits(outputs[name], launches[0].spec) for name in ("dk", "dv"))]
 
 
 def written(
@@ -168,12 +161,12 @@ def written(
   return outputs
 
 
-def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
+def _sum_of_splits(x: Tensor, spec: AttentionSpec) -> Tensor:
   """Return the gradient of keys or values in their dtype. If x holds several partial sums per head, add them up."""
   splits, D = int(x.shape[1]) // spec.Hkv, int(x.shape[3])
   if splits == 1 and x.dtype == spec.stored:
     return x
-  return sums_launch(spec, splits, D).run(cast(Devices, x.device), {"sums": [x]}, gradient=no_further)["o"]
+  return sums_launch(spec, splits, D).run(device_of(x), {"sums": [x]}, gradient=no_further)["o"]
 
 
 def of_inputs(residuals: Residuals, arguments: Arguments, wanted: Collection[str]) -> list[Tensor | None]:
@@ -182,7 +175,7 @@ def of_inputs(residuals: Residuals, arguments: Arguments, wanted: Collection[str
   needed = {name: x for name, x in inputs.items() if name in wanted}
   grads: dict[str, Tensor | None] = {}
   if "attn_mask" in needed:
-    grads["attn_mask"] = of_mask(residuals, arguments, needed["attn_mask"])
+    grads["attn_mask"] = _of_mask(residuals, arguments, needed["attn_mask"])
   if "sinks" in needed:
     grads["sinks"] = of_sinks(residuals, needed["sinks"])
   if of_aux := {name: x for name, x in needed.items() if name.startswith("aux")}:
@@ -196,10 +189,10 @@ def of_sinks(residuals: Residuals, sinks: Tensor) -> Tensor:
   return -((sinks.reshape(1, -1, 1) - lse).clip(max_=0).exp() * residuals.delta).sum((0, 2))
 
 
-def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
+def _of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
   """Return the gradient of an additive mask of four axes: that of the scores, summed where the mask broadcasts."""
   try:
-    return bias.of_mask(residuals, arguments, mask)
+    return bias.mask_gradient(residuals, arguments, mask)
   except NoKernel as error:
     log_once(f"the gradient of attn_mask goes through plain tinygrad ops: {error}")
   scores = scores_of(residuals.q, residuals.k, residuals.spec, arguments)
@@ -213,11 +206,13 @@ def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
 def _of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[str, Tensor]) -> list[Tensor | None]:
   """Return the gradients of the aux that score_mod reads, by kernels or differentiating the scores with tinygrad."""
   try:
-    return bias.of_aux(residuals, arguments, {int(name[len("aux[") : -1]): x for name, x in aux.items()})
+    return bias.aux_gradients(residuals, arguments, {int(name[len("aux[") : -1]): x for name, x in aux.items()})
   except NoKernel as error:
     log_once(f"the gradient of aux goes through plain tinygrad ops: {error}")
   leaves = {name: x.detach() for name, x in aux.items()}
-  scores = scores_of(residuals.q.detach(), residuals.k.detach(), residuals.spec, _with_leaves(arguments, leaves))
+  # Detached as a whole, so that an aux that is q or k is one only where score_mod reads it.
+  products = products_of(residuals.q, residuals.k, residuals.spec, arguments).detach()
+  scores = scores_from(products, residuals.spec, _with_leaves(arguments, leaves))
   total = (scores * of_scores(residuals, scores, arguments).detach()).sum()
   return _gradients(total, list(leaves.values()))
 
@@ -255,5 +250,6 @@ def by_reference(
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
   """Return the gradient of each leaf; for a leaf that occurs twice the whole gradient comes first, then None."""
-  grads = dict(zip((x.uop for x in leaves), total.gradient(*leaves), strict=True))
+  # tinygrad gives a leaf without influence a 0 that is on no device.
+  grads = {x.uop: placed(grad, x.device) for x, grad in zip(leaves, total.gradient(*leaves), strict=True)}
   return [grads.pop(x.uop, None) for x in leaves]

@@ -24,6 +24,7 @@ from uopattn.runtime.function import in_function
 from uopattn.runtime.prepare import called, prepared
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.layout import Layout
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec, Input
 
@@ -53,7 +54,7 @@ class Launch:
   splits: int = 1
 
   def __str__(self) -> str:
-    return f"{self.schedule.name} {self.tiles}" + (f" in {self.splits} parts" if self.splits > 1 else "")
+    return f"{self.schedule.name} {self.tiles}" + (f" in {self.splits} splits" if self.splits > 1 else "")
 
   @functools.cached_property
   def packed(self) -> AttentionSpec:
@@ -87,7 +88,11 @@ class Launch:
     return sum(math.prod(self.shape(x)) * x.dtype(self.spec).itemsize for x in left)
 
   def inputs(self) -> tuple[Input, ...]:
-    """Return the arguments' Tensors that the rules read; without tiles, as in `combine`, no keys and so no masks."""
+    """Return the arguments' Tensors that a call takes.
+
+    A kernel without tiles, such as `combine`, sees no keys: it takes only those that have gradients, so that its call
+    has them as arguments.
+    """
     s = self.spec
     if "rules" not in self.kernel.params:
       return ()
@@ -128,23 +133,10 @@ class Launch:
     """Return a buffer as the kernel takes it: batch and heads as one axis, a strided view as it lies in memory."""
     if buffer.scratch:
       return x
-    batches, heads, rows, *width = buffer.shape(self.packed, self.tiles, self.splits)
+    batches, heads, *rest = buffer.shape(self.packed, self.tiles, self.splits)
     if (layout := self.spec.layout(buffer.name)) is None:
-      return x.reshape(batches * heads, rows, *width)
-    of_batch, of_head, of_row, _ = layout.strides
-    _, all_heads, head_rows, D = self.shape(buffer)
-    packs = all_heads // heads
-
-    def start(head: UOp, row: UOp) -> UOp:
-      b, h = head // heads, head % heads
-      if packs > 1:
-        h, row = h * packs + row // head_rows, row % head_rows
-      return b * of_batch + h * of_head + row * of_row + layout.offset
-
-    unit = math.gcd(layout.offset, of_batch, of_head, of_row)
-    *steps, _ = (layout if packs == 1 else layout.packed(packs, head_rows)).strides
-    strides = Strides(layout.offset, batches, heads, *steps) if packs == 1 or steps[-1] else None
-    return View(x, (batches * heads, rows, D), start, unit, strides)
+      return x.reshape(batches * heads, *rest)
+    return view(x, self.shape(buffer), layout, self.shape(buffer)[1] // heads)
 
   def estimates(self) -> Estimates:
     """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""
@@ -160,10 +152,6 @@ class Launch:
     ops = round(self.spec.flops * ({"q", "k"}.issubset(elements) + sum(widths) / (self.spec.Dk + self.spec.Dv)))
     return Estimates(ops=ops, lds=moved, mem=moved)
 
-  def argument_count(self) -> int:
-    """Return the number of buffers and Variables of a call."""
-    return len(self.buffers()) + len(self.spec.variables)
-
   def build(self, device: Devices, slots: Sequence[int] | None = None) -> UOp:
     """Return the prepared kernel for a device, or for several."""
     made = [prepared(_graph, x, self, None if slots is None else tuple(slots)) for x in devices_of(device)]
@@ -175,14 +163,14 @@ class Launch:
     """Call the kernel and return its outputs by name.
 
     Args:
-      device: several devices run it on the shard of each Tensor that each of them has; see `uopattn.spec.shards`.
+      device: if there are several, each runs it on its own shard of every Tensor; see `uopattn.spec.shards`.
       operands: Tensors by the names of `buffers`; a missing output is a new buffer.
       variables: bound Variables, which only kernels with masks take.
       gradient: the call's `grad_fxn`.
     """
     # Like `Tensor.custom_kernel`, but without making placeholders, which takes a fifth of an eager call.
     buffers, outputs = self.buffers(), [x.name for x in self.own if x.mode == "write"]
-    operands = {x.name: (empty(x, device),) for x in buffers if x.name in outputs} | dict(operands)
+    operands = {x.name: (empty(x.shape, x.dtype, device),) for x in buffers if x.name in outputs} | dict(operands)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in operands[name]]
     variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
     call = called(devices_of(device)[0], self.build(device), [x.uop for x in tensors], variables, gradient)
@@ -193,14 +181,36 @@ def _graph(launch: Launch, slots: tuple[int, ...] | None) -> tuple[UOp, Estimate
   return launch.graph(slots), launch.estimates()
 
 
-def empty(x: Input, device: Devices) -> Tensor:
+def view(x: UOp, shape: tuple[int, ...], layout: Layout, packs: int = 1) -> View:
+  """Return a flat buffer as a kernel takes it: (batches * heads, rows, D), where a layout of (B, H, rows, D) says.
+
+  Args:
+    shape: of the layout.
+    packs: heads whose rows are those of one head of the kernel.
+  """
+  B, H, rows, D = shape
+  heads, (of_batch, of_head, of_row, _) = H // packs, layout.strides
+
+  def start(head: UOp, row: UOp) -> UOp:
+    b, h = head // heads, head % heads
+    if packs > 1:
+      h, row = h * packs + row // rows, row % rows
+    return b * of_batch + h * of_head + row * of_row + layout.offset
+
+  unit = math.gcd(layout.offset, of_batch, of_head, of_row)
+  *steps, _ = (layout if packs == 1 else layout.packed(packs, rows)).strides
+  strides = Strides(layout.offset, B, heads, *steps) if packs == 1 or steps[-1] else None
+  return View(x, (B * heads, packs * rows, D), start, unit, strides)
+
+
+def empty(shape: Sequence[int], dtype: DType, device: Devices) -> Tensor:
   """Return a new output; like `Tensor.empty`, but in half the time.
 
   In a `tinygrad.function` a new buffer would be an implicit input, and is `Tensor.invalids` instead.
   """
   if in_function():
-    return Tensor.invalids(*x.shape, device=device, dtype=x.dtype)
-  return Tensor(UOp.new_buffer(device, math.prod(x.shape), x.dtype).reshape(x.shape))
+    return Tensor.invalids(*shape, device=device, dtype=dtype)
+  return Tensor(UOp.new_buffer(device, math.prod(shape), dtype).reshape(tuple(shape)))
 
 
 def zero_after(*xs: Tensor) -> Tensor:

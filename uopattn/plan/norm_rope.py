@@ -8,9 +8,8 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.norm_rope import NormRope
+from uopattn.dsl.schedule import Shape
 from uopattn.spec.shards import shard_of
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from uopattn.dsl.rules.ranges import Bounds, Lengths
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import Devices, devices_of, on_each
 from uopattn.spec.spec import AttentionSpec
-from uopattn.spec.trace import of_tensors
+from uopattn.spec.tensors import placed
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> tuple[Tensor, Tensor]:
@@ -42,11 +42,20 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: A
 
 def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Return the scores, (B, Hq, M, N) float32 or float64, -inf where a key is hidden."""
+  return scores_from(products_of(q, k, spec, arguments), spec, arguments)
+
+
+def products_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
+  """Return the scores before anything changes or hides them: q.k times `spec.scale`."""
   q_groups = _wide(q).reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
   q_groups = q_groups if arguments.q_scale is None else q_groups * _of_heads(arguments.q_scale).unsqueeze(-1)
   products = q_groups @ keys_of(k, arguments).unsqueeze(2).transpose(-1, -2)
-  scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  return _hide(_without_page(_modify(scores, spec, arguments), spec, arguments), spec, arguments)
+  return products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
+
+
+def scores_from(products: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
+  """Return the scores that `products_of` become: by softcap, score_mod and all masks."""
+  return _hide(_without_page(_modify(products, spec, arguments), spec, arguments), spec, arguments)
 
 
 def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
@@ -169,12 +178,24 @@ class Lookup:
 def _modify(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Apply softcap, then score_mod, then the additive mask."""
   if arguments.softcap is not None:
-    scores = arguments.softcap * (scores / arguments.softcap).tanh()
-  if arguments.score_mod is not None:
-    scores = of_tensors(arguments.score_mod, scores, *_numbers(scores, spec), *map(Lookup, arguments.aux))
+    scores = _capped(scores, arguments.softcap)
+  if spec.score_mod is not None:
+    modified = spec.score_mod.of_tensors(scores, *_numbers(scores, spec), *map(Lookup, arguments.aux))
+    scores = placed(modified, scores.device).cast(scores.dtype).expand(scores.shape)
   if arguments.attn_mask is not None and arguments.attn_mask.dtype != dtypes.bool:
     scores = scores + arguments.attn_mask.cast(scores.dtype)
   return scores
+
+
+def _capped(scores: Tensor, cap: float) -> Tensor:
+  """Return cap * tanh(scores / cap).
+
+  tinygrad's tanh loses all digits near 0. There it is Lambert's continued fraction, x / (1 + x^2 / (3 + x^2 / ...)).
+  """
+  near = scores.clip(-cap / 2, cap / 2)
+  square = (near / cap).square()
+  fraction = reduce(lambda rest, n: n + square / rest, (9, 7, 5, 3, 1), 11 + square / 13)
+  return (scores.abs() < cap / 2).where(near / fraction, cap * (scores / cap).tanh())
 
 
 def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
@@ -195,10 +216,10 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
     rules += [] if last is None else [j <= last]
   if arguments.attn_mask is not None and arguments.attn_mask.dtype == dtypes.bool:
     rules.append(arguments.attn_mask)
-  if arguments.mask_mod is not None:
-    rules.append(_bool(of_tensors(arguments.mask_mod, *numbers, *map(Lookup, arguments.aux))))
-  if arguments.block_mask is not None:
-    rules.append(_bool(of_tensors(arguments.block_mask.seen, *numbers, *map(Lookup, arguments.block_mask.aux))))
+  if spec.mask_mod is not None:
+    rules.append(spec.mask_mod.of_tensors(*numbers, *map(Lookup, arguments.aux)))
+  if spec.block_mod is not None and arguments.block_mask is not None:
+    rules.append(spec.block_mod.of_tensors(*numbers, *map(Lookup, arguments.block_mask.aux)))
   for seen in rules:
     scores = seen.where(scores, -math.inf)
   return scores
@@ -216,16 +237,11 @@ def dropped(weights: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tenso
   return keep.where(weights / (1 - arguments.dropout_p), 0)
 
 
-def _bool(seen: Tensor | bool) -> Tensor:
-  """Return the result of a mask_mod as a Tensor; it may be a constant bool."""
-  return seen if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
-
-
 def _per_batch(x: int | UOp | Tensor) -> Tensor:
   return x.clip(-FAR, FAR).reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)
 
 
-def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def merged_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
   """Return the output and the LSE over all parts; see `uopattn.merge_states`.
 
   Args:

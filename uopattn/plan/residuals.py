@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from tinygrad import Tensor, UOp
 
@@ -10,13 +9,13 @@ from uopattn.plan.dispatch import delta_launch
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import flat_base
-from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.shards import device_of, devices_of
 from uopattn.spec.spec import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
-  """The inputs of a backward pass. Where it goes by parts of the keys, each part has the delta of the whole.
+  """The inputs of a backward pass. If it goes through the keys in parts, each part uses the delta of the whole.
 
   Attributes:
     q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
@@ -49,7 +48,7 @@ class Residuals:
     do = (out.zeros_like() if do is None else do).cast(out.dtype)
     # Contiguous as the output is.
     do = do.transpose(1, 2).contiguous().transpose(1, 2) if spec.layout("o") else do.contiguous()
-    device = cast(Devices, q.device)
+    device = device_of(q)
     launch = delta_launch(spec, target_of(devices_of(device)[0]), dlse is not None)
     inputs = {name: [flat_base(name, x, spec.layout(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
     inputs |= {} if dlse is None else {"dlse": [dlse.float().contiguous()]}
@@ -65,4 +64,4 @@ class Residuals:
 
 def no_further(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
   """The gradient of a backward kernel: there is none."""
-  raise NotImplementedError("the gradient of attention has no gradient itself through kernels; backend='reference' has")
+  raise NotImplementedError("kernels compute no second derivatives of attention; use backend='reference'")

@@ -3,16 +3,14 @@
 Each query is a sequence of its own, whose heads are rows of a tile, and its keys are pages of one key. So the forward
 pass is that of paged keys. The backward pass must also add up what queries give to a key. On a CPU a kernel adds to the
 rows of chosen keys in order; for GPUs see `uopattn.plan.chosen_rows`. Where tiles of chosen keys would be mostly empty,
-or queries choose most keys, kernels go through all keys instead. They read how often a query has chosen a key, one or
-two bytes for each pair of them, as the factor of a weight.
+or queries choose most keys, kernels go through all keys instead. They read how often a query has chosen a key, one,
+two or four bytes for each pair of them, as the factor of a weight.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
 from uopattn.dsl import sizes
@@ -27,7 +25,8 @@ from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import Layout, base_of, contiguous_strides, in_memory, layout_of
-from uopattn.spec.spec import AttentionSpec, Input, make_spec
+from uopattn.spec.shards import device_of
+from uopattn.spec.spec import AttentionSpec, make_spec
 
 GPU_ROWS = 64  # of a tile of queries
 MOST_BYTES = 1 << 30  # of numbers for all pairs of query and key
@@ -53,9 +52,8 @@ class Sparse:
     Args:
       arguments: with `indices` as users give them, of all queries, and their lengths if there are any.
     """
-    assert arguments.indices is not None
-    table = arguments.indices[0]
-    listed = replace(arguments, indices=(table, new(sizes(table)[:2], str(q.device))))
+    table = _indices(arguments)[0]
+    listed = replace(arguments, indices=(table, empty(sizes(table)[:2], dtypes.int, device_of(q))))
     return cls(replace(make_spec(as_sequences(q), k, v, listed), return_lse=True), sizes(q)[2], str(q.device))
 
   def launch(self) -> Launch:
@@ -115,8 +113,8 @@ class Sparse:
   def _of_all_keys(self, call: GradientCall) -> list[Tensor | None]:
     """Compute the gradients by kernels over all keys, with 0 for those that nobody has chosen. Raises NoKernel."""
     (q, k, v), arguments = call.qkv, call.arguments
-    N, top_k, heads = sizes(k)[2], self.spec.N, sizes(self._indices(arguments))[1]
-    chosen = new((sizes(k)[0], heads, self.M, N), self.device, count_dtype(top_k))
+    N, top_k, heads = sizes(k)[2], self.spec.N, sizes(_indices(arguments)[0])[1]
+    chosen = empty((sizes(k)[0], heads, self.M, N), count_dtype(top_k), self.device)
     (chosen,) = run_graph(count_chosen, self.device, [chosen], self._listed(arguments), no_further, on_cpu=self._on_cpu)
     used = chosen.max(2).ne(0).unsqueeze(-1).contiguous()
     k, v = (used.where(x, 0).contiguous() for x in (k, v))
@@ -143,9 +141,8 @@ class Sparse:
 
   def _listed(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Return the `indices` that kernels take."""
-    assert arguments.indices is not None
-    table, *lengths = map(in_memory, arguments.indices)
-    outputs = new(sizes(table), self.device), new(sizes(table)[:2], self.device)
+    table, *lengths = map(in_memory, _indices(arguments))
+    outputs = [empty(shape, dtypes.int, self.device) for shape in (sizes(table), sizes(table)[:2])]
     keys = self.spec.kept[2]
     table, counts = run_graph(
       list_keys, self.device, outputs, (table, *lengths), no_further, keys=keys, on_cpu=self._on_cpu
@@ -155,10 +152,6 @@ class Sparse:
   @property
   def _on_cpu(self) -> bool:
     return target_of(self.device).device == "CPU"
-
-  def _indices(self, arguments: Arguments) -> Tensor:
-    assert arguments.indices is not None
-    return arguments.indices[0]
 
   def _by_batches(self, x: Tensor) -> Tensor:
     """Return a result of sequences, (B * M, Hq, 1, ...), as (B, Hq, M, ...)."""
@@ -178,6 +171,6 @@ def as_sequences(x: Tensor) -> Tensor:
   return Tensor(base_of(sequences.uop)).reshape(sequences.shape) if in_order else sequences
 
 
-def new(shape: Sequence[int], device: str, dtype: DType = dtypes.int) -> Tensor:
-  """Return a new output."""
-  return empty(Input("", tuple(shape), dtype), device)
+def _indices(arguments: Arguments) -> tuple[Tensor, ...]:
+  assert arguments.indices is not None
+  return arguments.indices

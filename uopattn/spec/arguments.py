@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypedDict
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, truncate
 from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes as shape_of
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.rules.ranges import Range, Window, merged
-from uopattn.dsl.rules.softmax import FLOAT32_MAX
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.layout import folded
 from uopattn.spec.tensors import (
@@ -59,6 +58,12 @@ def four_axes(mask: Tensor) -> Tensor:
   return mask.reshape((1,) * (4 - mask.ndim) + shape_of(mask))
 
 
+def as_mask(mask: Tensor) -> Tensor:
+  """Return the Tensor that kernels take for a mask. Few machines read 8-bit floats, whose numbers float16 has too."""
+  mask = folded(four_axes(mask))
+  return mask.half() if mask.dtype in dtypes.fp8s else mask
+
+
 def known(x: int | UOp | Tensor | None) -> int | UOp | None:
   """Return an int as it is, an expression of bound Variables in its form inside a kernel, and None for a Tensor."""
   return in_kernel(x) if isinstance(x, UOp) else x if isinstance(x, int) else None
@@ -67,6 +72,15 @@ def known(x: int | UOp | Tensor | None) -> int | UOp | None:
 def bound_variables(x: UOp) -> list[UOp]:
   """Return the bound Variables in an expression."""
   return [u for u in x.toposort() if u.is_bound_var]
+
+
+def free_variables(*places: object) -> tuple[UOp, ...]:
+  """Return the distinct bound Variables in those places that are expressions.
+
+  Those of only one possible value are left out: tinygrad makes them constants.
+  """
+  bound = (u for x in places if isinstance(x, UOp) for u in bound_variables(x))
+  return tuple(dict.fromkeys(u for u in bound if u.src[0].vmin < u.src[0].vmax))
 
 
 def in_kernel(x: UOp) -> UOp:
@@ -87,26 +101,26 @@ def is_place(x: object) -> bool:
 def check_mask(name: str, mask: object, sizes: Sizes) -> None:
   scores = sizes.scores
   if isinstance(mask, BlockMask):
-    raise TypeError("attn_mask is a BlockMask; pass it as block_mask")
-  mask = check_tensor("attn_mask", mask)
+    raise TypeError(f"{name} is a BlockMask; pass it as block_mask")
+  mask = check_tensor(name, mask)
   if mask.dtype != dtypes.bool and not dtypes.is_float(mask.dtype):
     raise TypeError(
-      f"attn_mask has dtype {dtype_name(mask.dtype)}; accepted are bool (True: seen) and the float dtypes (added)"
+      f"{name} has dtype {dtype_name(mask.dtype)}; accepted are bool (True: seen) and the float dtypes (added)"
     )
   fits = mask.ndim <= 4 and all(have in (1, want) for have, want in zip(mask.shape[::-1], scores[::-1], strict=False))
   if not fits:
-    raise ValueError(f"attn_mask has shape {mask.shape}; it must broadcast to (B, Hq, M, N) = {scores}")
+    raise ValueError(f"{name} has shape {mask.shape}; it must broadcast to (B, Hq, M, N) = {scores}")
 
 
 def check_window(name: str, window: object, sizes: Sizes) -> None:
-  window_repr = f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window)
+  given = f"{name} is " + (f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window))
   if not isinstance(window, tuple) or len(window) != 2:
-    raise TypeError(f"window is {window_repr}; it must be (left, right), each an int or None, or None")
+    raise TypeError(f"{given}; it must be (left, right), each an int or None, or None")
   for side in window:
     if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-      raise TypeError(f"window is {window_repr}; its sides must be ints or None")
+      raise TypeError(f"{given}; its sides must be ints or None")
     if side is not None and not 0 <= side <= WIDEST:
-      raise ValueError(f"window is {window_repr}; its sides must be from 0 to {WIDEST}, and None is no bound")
+      raise ValueError(f"{given}; its sides must be from 0 to {WIDEST}, and None is no bound")
 
 
 def check_place(name: str, x: object, B: int | None = None) -> None:
@@ -133,17 +147,26 @@ def check_tensor_of(name: str, x: object, shape: tuple[int, ...], accepted: tupl
     raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
 
 
+def as_float(value: float) -> float:
+  """Return an int or a float as a float, infinite if it is too large for one."""
+  try:
+    return float(value)
+  except OverflowError:  # of an int
+    return math.inf
+
+
+def is_finite(value: float) -> bool:
+  """Return whether a number is finite in float32, in which kernels take it."""
+  return math.isfinite(truncate[dtypes.float32](value))
+
+
 def number(name: str, value: object) -> float:
-  """Return a number as a float. Raises TypeError if it is none, ValueError if it is not finite in float32."""
+  """Return an int or a float as a float. Raises TypeError if it is neither, and ValueError unless `is_finite`."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     raise TypeError(f"{name} is {described(value)}; it must be a number")
-  try:
-    as_float = float(value)
-  except OverflowError:  # of an int
-    as_float = math.inf
-  if not abs(as_float) <= FLOAT32_MAX:  # NaN is neither
-    raise ValueError(f"{name} is {as_float}; it must be finite in float32")
-  return as_float
+  if not is_finite(value := as_float(value)):
+    raise ValueError(f"{name} is {value}; it must be finite in float32")
+  return value
 
 
 def as_place(x: int | UOp | Tensor) -> list[Tensor]:
@@ -187,8 +210,9 @@ def check_scales(name: str, scales: tuple[object, ...], sizes: Sizes) -> None:
 
 def as_scale(x: Any) -> Any:
   """Return a scale per head as a Tensor of two axes, so that one kernel serves all values; leave the rest as it is."""
-  if type(x) in (int, float) and 0 <= x <= FLOAT32_MAX:
-    return Tensor.full((1, 1), float(x), dtype=dtypes.float32)
+  if type(x) in (int, float):
+    x = as_float(x)
+    return Tensor.full((1, 1), x, dtype=dtypes.float32) if x >= 0 and is_finite(x) else x
   return x.reshape((1,) * (2 - x.ndim) + shape_of(x)) if isinstance(x, Tensor) and x.ndim < 2 else x
 
 
@@ -215,8 +239,7 @@ def check_mod(name: str, mod: object, sizes: Sizes) -> None:
 
 
 def check_aux(name: str, aux: object, sizes: Sizes) -> None:
-  if not isinstance(aux, tuple) or not all(isinstance(x, UOp) and x.shape for x in aux):  # `flash` passes placeholders
-    check_tensors(name, aux)
+  check_tensors(name, aux)
 
 
 def check_block_mask(name: str, mask: object, sizes: Sizes) -> None:
@@ -235,9 +258,9 @@ class Argument:
     tensors: maps a value to the Tensors that kernels take, in their form. Their buffers have the argument's name.
     mask: maps a value to the rules that limit a query to a range of keys.
     settle: normalises a value before it is checked.
-    feature: the name that a kernel without code for it reports; None is the argument's name, "" if none needs code.
-    is_used: whether a value needs that code.
-    refusal: the message of such a kernel, with {} for the argument's name.
+    feature: the name under which a kernel refuses it; None is the argument's own name, "" if every kernel supports it.
+    is_used: whether a value needs a kernel that supports it.
+    refusal: the message of a kernel that does not, with {} for the argument's name.
     in_lse: whether the LSE contains its effect on a row. The backward pass and splits of the keys then ignore it.
     has_gradient: whether its Tensors may have a gradient.
     axes: the axes of its Tensors, as kernels take them: (b)atches, (h)eads, (k)ey heads, queries (m), keys (n). Tensors
@@ -251,7 +274,7 @@ class Argument:
   settle: Callable[[Any], Any] = lambda value: value
   feature: str | None = None
   is_used: Callable[[Any], bool] = lambda value: True
-  refusal: str = "has no {}; leave it at its default"
+  refusal: str = "does not support {}; leave it at its default"
   in_lse: bool = False
   has_gradient: bool = False
   axes: str = ""
@@ -266,7 +289,7 @@ SCALE_OF_HEADS: dict[str, Any] = {
   "check": check_scale,
   "tensors": of_heads,
   "settle": as_scale,
-  "refusal": "has no {}; multiply by it before",
+  "refusal": "does not support {}; multiply the Tensor by it beforehand",
   "axes": "bk",
 }
 
@@ -294,9 +317,7 @@ class Arguments:
   enable_gqa: bool = argument(False, check=check_flag, feature="")
   return_lse: bool = argument(False, check=check_flag, feature="")
   scale: float | None = argument(check=check_number, feature="")
-  attn_mask: Tensor | None = argument(
-    check=check_mask, tensors=lambda x: [folded(four_axes(x))], has_gradient=True, axes="bhmn"
-  )
+  attn_mask: Tensor | None = argument(check=check_mask, tensors=lambda x: [as_mask(x)], has_gradient=True, axes="bhmn")
   window: tuple[int | None, int | None] | None = argument(check=check_window, mask=lambda x: Window.of(*x))
   softcap: float | None = argument(check=check_softcap)
   q_start: "int | UOp | Tensor" = argument(
@@ -305,7 +326,7 @@ class Arguments:
     tensors=as_place,
     settle=near,
     is_used=lambda x: not isinstance(x, int),
-    refusal="takes q_start as an int alone, neither as a Variable nor as a Tensor",
+    refusal="accepts q_start only as an int, not as a Variable or a Tensor",
     axes="b",
   )
   kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=near, axes="b")
@@ -317,12 +338,12 @@ class Arguments:
   dropout_p: float = argument(0.0, check=check_dropout, feature="")
   seed: Tensor | None = argument(tensors=lambda x: [x], feature="dropout_p")
   bounds: tuple[Tensor, Tensor] | None = argument(
-    tensors=list, refusal="has no code for sequences one after another, as attention_varlen has them", axes="m"
+    tensors=list, refusal="does not support sequences one after another, as attention_varlen has them", axes="m"
   )
   scales: tuple[Tensor, Tensor] | None = argument(
     check=check_scales,
     tensors=list,
-    refusal="has no code for keys and values of 8 or 4 bits that have scales",
+    refusal="does not support keys and values of 8 or 4 bits that have scales",
   )
   four: FourBits | None = argument(feature="")
   q_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
@@ -330,7 +351,7 @@ class Arguments:
   v_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
   page_table: Tensor | None = argument(tensors=lambda x: [x], axes="b")
   indices: tuple[Tensor, ...] | None = argument(
-    tensors=list, refusal="has no code for keys that each query chooses, as attention_sparse has them"
+    tensors=list, refusal="does not support keys that each query chooses, as attention_sparse has them"
   )
   aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, settle=with_axis, has_gradient=True)
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
@@ -415,27 +436,40 @@ class Arguments:
     return self.with_tensors(x.detach() for _, x in self.tensors())
 
   def variables(self) -> tuple[UOp, ...]:
-    """Return the distinct bound Variables, without those of only one possible value: tinygrad makes them constants."""
-    places = (value for _, _, value in self.active if isinstance(value, UOp))
-    return tuple(dict.fromkeys(v for x in places for v in bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
+    """Return the Variables that a call takes; see `free_variables`."""
+    return free_variables(*(value for _, _, value in self.active))
 
 
 ARGUMENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Arguments)}
 NO_ARGUMENTS = Arguments()
 
 
-class Options(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
   """Keyword arguments that all public attention functions share."""
 
   scale: float | None
   enable_gqa: bool
-  window: tuple[int | None, int | None] | None
   softcap: float | None
   sinks: Tensor | None
+  backend: str
+
+
+class Options(CommonOptions, total=False):
+  """Additional keyword arguments of all but `attention_sparse` and `RingCache`."""
+
+  window: tuple[int | None, int | None] | None
   score_mod: Callable[..., Any] | None
   mask_mod: Callable[..., Any] | None
   aux: tuple[Tensor, ...]
-  backend: str
+
+
+class MaskOptions(TypedDict, total=False):
+  """Keyword arguments for masks and dropout, most of which are parameters of `attention` itself."""
+
+  attn_mask: Tensor | None
+  dropout_p: float
+  is_causal: bool
+  block_mask: BlockMask | None
 
 
 class ScaledOptions(Options, total=False):
@@ -454,56 +488,33 @@ class AttentionOptions(ScaledOptions, total=False):
   block_mask: BlockMask | None
 
 
-class VarlenOptions(ScaledOptions, total=False):
+class VarlenOptions(ScaledOptions, MaskOptions, total=False):
   """Additional keyword arguments of `attention_varlen`."""
 
-  attn_mask: Tensor | None
-  dropout_p: float
-  is_causal: bool
   q_start: int | Tensor | None
-  block_mask: BlockMask | None
   page_table: Tensor | None
   kv_lengths: int | UOp | Tensor | None
   kv_dtype: str | None
 
 
-class PagedOptions(ScaledOptions, total=False):
+class PagedOptions(ScaledOptions, MaskOptions, total=False):
   """Additional keyword arguments of `attention_paged`."""
 
-  attn_mask: Tensor | None
-  dropout_p: float
-  is_causal: bool
   q_start: int | UOp | Tensor
-  block_mask: BlockMask | None
   kv_dtype: str | None
 
 
-class SparseOptions(TypedDict, total=False):
+class SparseOptions(CommonOptions, total=False):
   """Additional keyword arguments of `attention_sparse`."""
 
-  scale: float | None
-  enable_gqa: bool
-  softcap: float | None
-  sinks: Tensor | None
   topk_length: Tensor | None
-  backend: str
 
 
-class CacheOptions(Options, total=False):
+class CacheOptions(Options, MaskOptions, total=False):
   """Additional keyword arguments of `KVCache.attend`."""
 
-  attn_mask: Tensor | None
-  dropout_p: float
-  is_causal: bool
   kv_lengths: int | UOp | Tensor | None
-  block_mask: BlockMask | None
 
 
-class RingOptions(TypedDict, total=False):
+class RingOptions(CommonOptions, total=False):
   """Additional keyword arguments of `RingCache.attend` and `RingCache.prefill`."""
-
-  scale: float | None
-  enable_gqa: bool
-  softcap: float | None
-  sinks: Tensor | None
-  backend: str

@@ -88,7 +88,8 @@ class BlockMask:
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
-      ValueError: a size is negative, a block size is 0, or a `tinygrad.function` is traced, where it cannot be made.
+      ValueError: a size is negative, a block size is 0, a block has 2^31 pairs or more, or a `tinygrad.function` is
+        traced, where it cannot be made.
 
     Example:
       >>> from uopattn import BlockMask
@@ -107,6 +108,10 @@ class BlockMask:
     if not callable(mask_mod):
       raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
     block_m, block_n = min(block_m, max(M, 1)), min(block_n, max(N, 1))
+    if block_m * block_n > dtypes.int32.max:
+      raise ValueError(
+        f"a block has {block_m} x {block_n} pairs; there must be at most {dtypes.int32.max}, which int32 counts"
+      )
     aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
     known = [str(x.device) for x in aux if x.device is not None]
     place = Device.canonicalize(device) if device or not known else known[0]
@@ -136,17 +141,14 @@ class BlockMask:
     return B, H
 
   def on(self, devices: tuple[str, ...], axis: int | None) -> "BlockMask":
-    """Return the shard of the mask for each of several devices, which divide batches (0) or heads (1) among them.
-
-    Its `mask_mod` is called with the indices of batches and heads in the whole mask.
-    """
+    """Return the shard of the mask for each of several devices, which divide batches (0) or heads (1) among them."""
     key = devices, axis
     if key not in self._shards:
       counts = self.counts.to(devices)
       shard = shard_of(counts, axis if axis is not None and self.heads[axis] > 1 else None)
       _realize(shard)
       aux = tuple(gathered(x if isinstance(x.device, tuple) else x.to(devices)) for x in self.aux)
-      self._shards[key] = replace(self, mask_mod=self.seen, counts=shard, aux=aux, _lists={}, _shards={})
+      self._shards[key] = replace(self, counts=shard, aux=aux, _lists={}, _shards={})
     return self._shards[key]
 
   def within(
@@ -160,12 +162,12 @@ class BlockMask:
     """
     key = devices, rows, M, keys, N
     if key not in self._shards:
-      counts, blocks = self.on(devices, None).counts, (self.block_m, self.block_n)
+      whole = self.on(devices, None)
+      counts, blocks = whole.counts, (self.block_m, self.block_n)
       if self.fits(rows, M, keys, N):
         for axis, block, firsts, count in zip((2, 3), blocks, (rows, keys), (M, N), strict=True):
           wanted = [(i, first // block, ceildiv(count, block)) for i, first in enumerate(firsts)]
           counts = pieces(counts, axis, wanted)
-      whole = self.on(devices, None)
       _realize(counts)
       self._shards[key] = replace(whole, M=M, N=N, counts=counts, _lists={}, _shards={})
     return self._shards[key]
@@ -238,7 +240,7 @@ class BlockMask:
         f"block_mask was made for scores of {mine}; it must be for {(B, Hq, M, N)}, with 1 allowed for the first two"
       )
 
-  def tile_lists(self, block: int, tile: int, of_keys: bool = False) -> tuple[Tensor, Tensor]:
+  def tile_lists(self, block: int, tile: int, of_keys: bool) -> tuple[Tensor, Tensor]:
     """List the tiles of keys that each block of queries attends to; see `uopattn.dsl.rules.masks.Masks.tile_lists`.
 
     A tile is full if all the mask's blocks that it touches are full and it ends before N. Kernels skip it if all of
@@ -246,7 +248,7 @@ class BlockMask:
 
     Args:
       block, tile: rows per block and per tile of the kernel.
-      of_keys: list the tiles of queries that see each block of keys instead. A full tile also ends before M.
+      of_keys: whether to list the tiles of queries that see each block of keys instead. A full tile also ends before M.
 
     Returns:
       The tiles, full ones first and empty ones last, (B or 1, Hq or 1, blocks, tiles) int32; and how many are full and
@@ -345,7 +347,7 @@ class BlockMask:
     for name, x, count in zip(("b", "h"), (b, h), self.heads, strict=True):
       check_size(name, x, 0)
       if x >= count:
-        raise ValueError(f"{name} is {x}; it must be less than {count}, the number that the mask has")
+        raise ValueError(f"{name} is {x}; it must be less than {count}: the mask has {count}")
     shares = self.counts[b, h].numpy() / self._pairs
     rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
     panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)
@@ -375,7 +377,9 @@ def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[...
 def _scatter(order: UOp, position: UOp) -> UOp:
   """Build the kernel of order[..., position[..., t]] = t."""
   at = [UOp.range(size, i) for i, size in enumerate(sizes(order))]
-  place = clamp(position[tuple(at)].load().cast(dtypes.weakint), 0, sizes(order)[-1] - 1)  # else it were an int64
+  place = clamp(
+    position[tuple(at)].load().cast(dtypes.weakint), 0, sizes(order)[-1] - 1
+  )  # otherwise it would be an int64
   store = order[(*at[:-1], place)].store(at[-1].cast(dtypes.int))
   return store.end(*at).sink(arg=KernelInfo(name="order_tiles", opts_to_apply=()))
 

@@ -14,10 +14,10 @@ from tinygrad import Tensor, UOp
 from tinygrad.uop.ops import GroupOp, Ops
 
 from uopattn.dsl import sizes
+from uopattn.dsl.schedule import Shape
 from uopattn.runtime.function import function_inputs
 from uopattn.runtime.log import log_once
 
-Shape = tuple[int, ...]
 VIEW_OPS = frozenset({*GroupOp.Movement, Ops.DETACH})  # what lies between a view and its buffer
 
 
@@ -181,7 +181,7 @@ def in_memory(x: Tensor) -> Tensor:
 
 def folded(x: Tensor) -> Tensor:
   """Shrink the Tensor to size 1 along each axis along which it is known to be constant."""
-  shape = tuple(min(n, 1) if same else n for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True))
+  shape = tuple(min(n, 1) if same else n for n, same in zip(sizes(x), _constant_axes(x.uop), strict=True))
   if x.uop.op is Ops.EXPAND and x.uop.src[0].shape == shape:
     return Tensor(x.uop.src[0])
   return x.shrink(tuple((0, n) for n in shape))
@@ -202,7 +202,7 @@ def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _distinct(x: Tensor, axis: int) -> Tensor:
   """Return x without the repetitions along an axis, of four."""
-  if x.shape[axis] == 1 or _constant_axes(x.uop, {})[axis]:
+  if x.shape[axis] == 1 or _constant_axes(x.uop)[axis]:
     return x.shrink(tuple((0, 1) if i == axis else None for i in range(x.ndim)))
   if x.uop.op is Ops.PERMUTE:
     order = x.uop.marg
@@ -213,7 +213,7 @@ def _distinct(x: Tensor, axis: int) -> Tensor:
   outer, inner = sizes(x)[:axis], sizes(x)[axis + 1 :]
   for place, repeats in enumerate(sizes(before)):
     shape = (*outer, sizes(x)[axis] // repeats, repeats, *inner)
-    if repeats > 1 and _constant_axes(before, {})[place] and _same_axes(sizes(before), place, shape, axis + 1):
+    if repeats > 1 and _constant_axes(before)[place] and _same_axes(sizes(before), place, shape, axis + 1):
       rows = Tensor(before).reshape(shape)
       return rows.shrink(tuple((0, 1) if i == axis + 1 else None for i in range(rows.ndim))).squeeze(axis + 1)
   return x
@@ -224,17 +224,17 @@ def _same_axes(a: tuple[int, ...], i: int, b: tuple[int, ...], j: int) -> bool:
   return all([n for n in x if n > 1] == [n for n in y if n > 1] for x, y in ((a[:i], b[:j]), (a[i:], b[j:])))
 
 
-def _constant_axes(x: UOp, known: dict[UOp, tuple[bool, ...]]) -> tuple[bool, ...]:
-  """Return for each axis whether all elements along it are known to be equal.
+def _constant_axes(x: UOp) -> tuple[bool, ...]:
+  """Return for each axis whether all elements along it are known to be equal."""
+  known: dict[UOp, tuple[bool, ...]] = {}
+  for u in x.toposort(lambda u: bool(_read(u))):
+    before = [known.get(s, _of_size_1(s)) for s in _read(u)]
+    known[u] = tuple(a or b for a, b in zip(_of_size_1(u), _from(u, before), strict=True))
+  return known.get(x, _of_size_1(x))
 
-  Args:
-    known: results so far.
-  """
-  if x not in known:
-    before = [_constant_axes(s, known) for s in _read(x)]
-    own = tuple(n == 1 for n in sizes(x))
-    known[x] = tuple(a or b for a, b in zip(own, _from(x, before), strict=True)) if before else own
-  return known[x]
+
+def _of_size_1(x: UOp) -> tuple[bool, ...]:
+  return tuple(n == 1 for n in sizes(x))
 
 
 def _read(x: UOp) -> tuple[UOp, ...]:

@@ -7,6 +7,7 @@ shape that one device holds. A kernel called with shards runs on each device wit
 import functools
 import math
 from collections.abc import Sequence
+from typing import cast
 
 from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.uop import GroupOp
@@ -16,6 +17,11 @@ from uopattn.dsl import sizes
 from uopattn.runtime.function import function_inputs, in_function
 
 Devices = str | tuple[str, ...]
+
+
+def device_of(x: Tensor) -> Devices:
+  """Return the device of a Tensor that has one, or its devices."""
+  return cast(Devices, x.device)
 
 
 def devices_of(device: Devices | None) -> tuple[str, ...]:

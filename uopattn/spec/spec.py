@@ -1,6 +1,7 @@
 """`AttentionSpec`: the checked, hashable description of one attention."""
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Self
 
 from tinygrad import Tensor, UOp, dtypes
@@ -45,7 +46,7 @@ class AttentionSpec(Problem):
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
-    layouts: see `layouts`.
+    layouts: where q, k, v, the output and its gradient lie in memory, by name; those that are contiguous are left out.
     pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise. With `indices`,
       the number of batches and of their keys, and B is the number of all queries.
     origin: where the attention lies within the whole that mods and dropout count in, if it is part of one.
@@ -71,7 +72,10 @@ class AttentionSpec(Problem):
 
   @property
   def bias_dtype(self) -> DType:
-    """That of an additive mask if its elements are those of pairs, of which each has its own sum; else float32."""
+    """The additive mask's dtype if each of its elements belongs to one pair, so that nothing is left to add up.
+
+    Otherwise float32.
+    """
     is_final = self.bias is not None and self.bias.read is None and self.bias.places is Places.PAIRS
     mask_dtypes = (
       [x.dtype for x in self.inputs if x.name == "attn_mask" and x.dtype in DTYPES_16_32] if is_final else []
@@ -140,14 +144,14 @@ class AttentionSpec(Problem):
     """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
     pairs = self.M * self.N
     if isinstance(self.q_start, int) and self.masks:
-      pairs = sum(self._seen(Positions(self.q_start, self.N), query) for query in range(self.M))
-    return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
+      import numpy as np  # slow to import
 
-  def _seen(self, at: Positions, query: int) -> int:
-    """The number of keys that a query sees, given its position."""
-    firsts = [x for mask in self.masks if (x := mask.first(at, query)) is not None]
-    lasts = [x for mask in self.masks if (x := mask.last(at, query)) is not None]
-    return max(0, min([*lasts, self.N - 1]) - max([*firsts, 0]) + 1)
+      at, queries = Positions(self.q_start, self.N), np.arange(self.M)
+      firsts = (x for mask in self.masks if (x := mask.first(at, queries)) is not None)
+      lasts = (x for mask in self.masks if (x := mask.last(at, queries)) is not None)
+      seen = reduce(np.minimum, lasts, self.N - 1) - reduce(np.maximum, firsts, 0) + 1
+      pairs = int(np.maximum(seen, 0).sum())
+    return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
 
 def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:

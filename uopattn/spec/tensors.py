@@ -35,7 +35,9 @@ def check_tensor(name: str, x: object, symbolic: tuple[int, ...] = ()) -> Tensor
   axes = {axis % x.ndim for axis in symbolic if -x.ndim <= axis < x.ndim}
   if not all(isinstance(size, int) or axis in axes for axis, size in enumerate(x.shape)):
     sizes = ", ".join(size.render() if isinstance(size, UOp) else str(size) for size in x.shape)
-    raise ValueError(f"{name} has shape ({sizes}); every size must be a known int, and lengths that vary kv_lengths")
+    raise ValueError(
+      f"{name} has shape ({sizes}); every size must be a known int; pass lengths that vary as kv_lengths"
+    )
   return x
 
 
@@ -76,7 +78,7 @@ def operands(symbolic: tuple[int, ...] = (), **named: object) -> tuple[Tensor, .
 def promoted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, DType]:
   """Give q, k and v compatible dtypes, and return the result's dtype, by tinygrad's promotion.
 
-  k and v of 16 bits stay as they are if q is float32: kernels on CPUs widen them as they read them.
+  k and v of one 16-bit dtype stay as they are if the computation is in float32: kernels widen them as they read them.
   """
   operand_dtypes = q.dtype, k.dtype, v.dtype
   if all_same(operand_dtypes) or not all(x in OPERANDS for x in operand_dtypes):
@@ -131,7 +133,10 @@ def as_int(x: Tensor) -> Tensor:
 
 
 def near(x: Any) -> Any:
-  """Clamp a position or a number of keys to [-FAR, FAR], and cast a Tensor to int32; return anything else as it is."""
+  """Clamp a position or a number of keys to [-FAR, FAR], and cast a Tensor to int32; return anything else as it is.
+
+  A Tensor whose dtype holds nothing beyond int32 is not clamped, which would take a kernel: what reads it must do so.
+  """
   if isinstance(x, Tensor):
     return as_int(x) if x.dtype in dtypes.ints else x
   if isinstance(x, UOp):

@@ -6,13 +6,14 @@ trace. Two functions with the same trace are the same mod, whatever their names.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.masks import Table
 from uopattn.dsl.rules.rules import vjp
+from uopattn.spec.tensors import described, dtype_name
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
@@ -43,6 +44,17 @@ class Mod:
     """Return the function of UOps that a kernel calls; it reads `tables`."""
     return lambda *args: _result(self.function(*map(Symbol, args), *map(Symbol, tables)), self.dtype)
 
+  def of_tensors(self, *args: Any) -> Tensor:
+    """Call the function with Tensors, wrapped as symbols so that it may use the same operators as in a kernel.
+
+    The result may have another dtype than `dtype`, axes of size 1, and no device.
+
+    Args:
+      args: arguments, and tables such as `uopattn.plan.reference.Lookup`.
+    """
+    result = _bare(self.function(*map(Symbol, args)))
+    return result if isinstance(result, Tensor) else Tensor(result, dtype=self.dtype)
+
   def slope(self, tables: tuple[Table, ...], read: tuple[int, int]) -> Callable[..., UOp]:
     """Return (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative with respect to a number that is read.
 
@@ -53,11 +65,11 @@ class Mod:
 
     def slope(*args: UOp) -> UOp:
       *at, grad = args
-      logs = tuple(Reads(x.buffer) for x in tables)
+      logs = tuple(RecordedTable(x.buffer) for x in tables)
       self(logs)(*at)
 
       def with_number(x: UOp) -> UOp:
-        replaced = (Reads(y.buffer, number if i == of_table else None, x) for i, y in enumerate(tables))
+        replaced = (RecordedTable(y.buffer, number if i == of_table else None, x) for i, y in enumerate(tables))
         return self(tuple(replaced))(*at)
 
       return vjp(with_number, logs[of_table].values[number].cast(dtypes.float), grad)
@@ -73,12 +85,12 @@ class Mod:
       lengths: B, Hq, M and N.
     """
     indices, score = _symbols(lengths)
-    tables = tuple(Reads(x) for x in _placeholders(aux))
+    tables = tuple(RecordedTable(x) for x in _placeholders(aux))
     self(tables)(score, *indices)
     return indices, score, [x.indices for x in tables]
 
 
-class Reads(Table):
+class RecordedTable(Table):
   """A table that keeps a list of what is read.
 
   Attributes:
@@ -96,8 +108,7 @@ class Reads(Table):
     element, places = super().__getitem__(index), index if isinstance(index, tuple) else (index,)
     self.indices.append(tuple(x if isinstance(x, UOp) else UOp.const(x) for x in places))
     self.values.append(element)
-    replaced = self.by is not None and len(self.values) - 1 == self.number
-    return self.by.cast(self.dtype) if replaced and self.by is not None else element
+    return element if self.by is None or len(self.values) - 1 != self.number else self.by.cast(self.dtype)
 
 
 class Symbol:
@@ -112,7 +123,7 @@ class Symbol:
 
   def __getattr__(self, name: str) -> Any:
     attr = getattr(self.value, name)
-    return (lambda *args, **named: _wrapped(attr(*map(_bare, args), **named))) if callable(attr) else attr
+    return _unwrapping(attr) if callable(attr) else attr
 
   def __eq__(self, other: object) -> "Symbol":  # type: ignore[override]
     return Symbol(self.value.eq(_bare(other)))
@@ -130,16 +141,28 @@ class Symbol:
     )
 
   def __float__(self) -> float:
-    raise TypeError("a symbol is no float: for math.exp(x) write x.exp() or x.exp2(), and likewise for its kin")
+    raise TypeError(
+      "a symbol is no float: for math.exp(x) write x.exp() or x.exp2(), and likewise for other functions of math"
+    )
 
   def __int__(self) -> int:
     raise TypeError("a symbol is no int: for int(x) write x.cast(dtypes.int)")
 
   __index__ = __int__
 
+  def __iter__(self) -> NoReturn:
+    raise TypeError("a symbol cannot be iterated over: index a Tensor of aux, one integer for each axis: x[0] + x[1]")
+
+
+def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Return the function of symbols that one of UOps or Tensors is."""
+  return lambda *args, **named: _wrapped(
+    function(*map(_bare, args), **{name: _bare(value) for name, value in named.items()})
+  )
+
 
 def _operator(name: str) -> Callable[..., Any]:
-  return lambda self, *args: _wrapped(getattr(self.value, name)(*map(_bare, args)))
+  return lambda self, *args: _unwrapping(getattr(self.value, name))(*args)
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -153,11 +176,6 @@ def _bare(x: Any) -> Any:
 
 def _wrapped(x: Any) -> Any:
   return Symbol(x) if isinstance(x, (UOp, Tensor)) else x
-
-
-def of_tensors(function: Callable[..., Any], *args: Any) -> Any:
-  """Call a mod with Tensors wrapped as symbols, so that it may use the same operators as in a kernel."""
-  return _bare(function(*map(Symbol, args)))
 
 
 def trace_mod(
@@ -192,9 +210,10 @@ def trace_mod(
   if isinstance(result, Tensor):
     raise TypeError(f"{name} returns a Tensor, so it reads one that is not in aux; pass it there, {signature}")
   if not isinstance(result, (UOp, bool, int, float)):
-    raise TypeError(f"{name} returns {type(result).__name__}; it must return what it computes from its arguments")
-  if dtype == dtypes.bool and isinstance(result, UOp) and result.dtype != dtypes.bool:
-    raise TypeError(f"mask_mod returns {result.dtype}; it must return a bool, as a comparison gives")
+    raise TypeError(f"{name} returns {described(result)}; it must return what it computes from its arguments")
+  if dtype == dtypes.bool and (result.dtype != dtypes.bool if isinstance(result, UOp) else type(result) is not bool):
+    returned = dtype_name(result.dtype) if isinstance(result, UOp) else described(result)
+    raise TypeError(f"mask_mod returns {returned}; it must return a bool, as a comparison gives")
   return Mod(_result(result, dtype), function, dtype)
 
 

@@ -9,7 +9,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.rules.bias import Bias, Places
 from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Schedule
-from uopattn.plan.bias import ROWS, mask_bias
+from uopattn.plan.bias import QUERY_STEP, mask_bias
 from uopattn.spec.tensors import dtype_name
 from uopattn.trust.features import Sizes
 from uopattn.trust.probe import Probe
@@ -52,7 +52,7 @@ OF_LATENT: tuple[tuple[str, ...], ...] = (("values_in_keys",), ("is_causal", "q_
 READ: tuple[tuple[Bias, tuple[str, ...]], ...] = (
   (Bias(False, True, Places.DISTANCES), ("is_causal",)),
   (Bias(False, True, Places.ALL), ("is_causal", "q_start Tensor", "kv_lengths Tensor")),
-  (Bias(False, False, Places.PAIRS, count=ROWS), ("block_mask",)),
+  (Bias(False, False, Places.PAIRS, count=QUERY_STEP), ("block_mask",)),
   (Bias(False, False, Places.DISTANCES), ("attn_mask bool --mn", "mask_mod")),
   (Bias(True, True, Places.QUERIES), ("dropout_p", "is_causal")),
   (Bias(True, False, Places.KEYS), ("window left+right", "softcap", "sinks")),

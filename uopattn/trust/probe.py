@@ -14,11 +14,12 @@ from uopattn.dsl.rules.bias import Bias, BiasWork
 from uopattn.dsl.schedule import DTYPES_8, FEW, HEAD_SCALES, Schedule
 from uopattn.measure.problem import normal, outputs_of, tensor
 from uopattn.measure.timing import poison
-from uopattn.plan.bias import ROWS, summed, with_bias
+from uopattn.plan.bias import QUERY_STEP, totals, with_bias
 from uopattn.plan.dispatch import NoKernel, all_schedules_on, launches_of, stages
-from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Residuals, by_kernels, no_further, with_heads_first
+from uopattn.plan.forward import forward, with_heads_first
+from uopattn.plan.gradient import by_kernels
 from uopattn.plan.launch import Launch
+from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.plan.tiles.cpu import largest_divisor
 from uopattn.proof.bias import BiasGate
@@ -80,7 +81,7 @@ class Probe:
     tiles = [_fitted(asdict(x.tiles), B * Hq // x.pack_gqa * ceildiv(M * x.pack_gqa, block_m)) for x in launches]
     bias = s.bias
     if bias is not None:
-      bias = replace(bias, read=None if bias.read is None else (0, 0), count=ROWS if bias.count else 0)
+      bias = replace(bias, read=None if bias.read is None else (0, 0), count=QUERY_STEP if bias.count else 0)
       tiles = [x | {"splits": _splits(first, BiasWork(bias, B, Hq, M, N, block_m, block_n))} for x in tiles]
     return cls(
       first.schedule.name,
@@ -303,7 +304,7 @@ class Prepared:
     operands = residuals.buffers(self.arguments) | {"first": [tensor(np.array([self.first]), dtypes.int, self.device)]}
     operands |= self._poisoned(self.launches)
     dbias = launch.run(self.device, operands, self.arguments.variables(), no_further)["dbias"]
-    return [self.bias_gate.report(numpy(summed(dbias, BiasWork.of(self.spec, launch.tiles))))]
+    return [self.bias_gate.report(numpy(totals(dbias, BiasWork.of(self.spec, launch.tiles))))]
 
   def _oracle(self) -> tuple[Array, Array]:
     """Return the output and the LSE of the oracle."""

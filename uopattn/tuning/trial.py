@@ -16,8 +16,8 @@ from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
 from uopattn.measure.problem import four_bits, normal, outputs_of, tensor
 from uopattn.measure.timing import GRADIENT_COST, Runner, captured, poison, repeats, wait
 from uopattn.plan.dispatch import delta_launch, dispatch, schedules_on, stages
-from uopattn.plan.forward import run_stages
-from uopattn.plan.gradient import run_backward, with_heads_first
+from uopattn.plan.forward import run_stages, with_heads_first
+from uopattn.plan.gradient import run_backward
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
