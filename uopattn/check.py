@@ -27,8 +27,9 @@ and their results are compared with a float64 reference. It takes some minutes. 
 inputs of one size, beside tinygrad's own attention and tinygrad's product of two matrices.
 
 The report has the names and versions of the card, its driver, the compiler and the system, and what came of each
-attention. In messages of errors, the names of the user and the host are replaced, and so are the folders of the user,
-of this program, of Python, and for temporary files; other paths stay. Please send it to the project."""
+attention. In messages of errors, the names of the user and the host are replaced, and so are the working folder and
+those of the user, of this program, of Python, and for temporary files; other paths stay. Please send it to the
+project."""
 
 
 def run(kernels: list[str], jobs: int, quick: bool, timed: bool, file: str | None, other: CheckReport | None) -> int:
