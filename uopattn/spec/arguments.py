@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, NamedTuple, TypedDict
 
 from tinygrad import Tensor, UOp, dtypes
@@ -24,11 +25,13 @@ from uopattn.spec.layout import folded
 from uopattn.spec.tensors import (
   WIDEST,
   check_device,
+  check_ints,
+  check_keywords,
   check_tensor,
   check_tensors,
+  clamped,
   described,
   dtype_name,
-  near,
   placed,
   with_axis,
 )
@@ -111,7 +114,7 @@ def check_window(name: str, window: object, sizes: Sizes) -> None:
 def check_place(name: str, x: object, B: int | None = None) -> None:
   """Raise TypeError or ValueError unless `is_place(x)` is true, or x is a (B,) integer Tensor and B is given."""
   if isinstance(x, Tensor) and B is not None:
-    check_tensor_of(name, x, (B,), dtypes.ints, "an integer dtype")
+    check_ints(name, x, (B,))
     return
   if not is_place(x):
     free = [u.expr for u in in_kernel(x).toposort() if u.is_variable] if isinstance(x, UOp) else []
@@ -133,7 +136,7 @@ def check_tensor_of(name: str, x: object, shape: tuple[int, ...], accepted: tupl
 
 
 def number(name: str, value: object) -> float:
-  if isinstance(value, bool) or not isinstance(value, (int, float)):
+  if isinstance(value, bool) or not isinstance(value, Real):
     raise TypeError(f"{name} is {described(value)}; it must be a number")
   try:
     as_float = float(value)
@@ -149,7 +152,7 @@ def as_place(x: int | UOp | Tensor) -> list[Tensor]:
   return [x.cast(dtypes.int)] if isinstance(x, Tensor) else []
 
 
-def check_flag(name: str, flag: object, sizes: Sizes) -> None:
+def check_flag(name: str, flag: object, sizes: Sizes | None = None) -> None:
   if not isinstance(flag, Hashable) or flag not in {False, True}:  # a set: == of Tensors and arrays gives no bool
     raise TypeError(f"{name} is {described(flag)}; it must be True or False")
 
@@ -301,12 +304,12 @@ class Arguments:
     0,
     check=check_places,
     tensors=as_place,
-    settle=near,
+    settle=clamped,
     is_used=lambda x: not isinstance(x, int),
     refusal="takes q_start as an int alone, neither as a Variable nor as a Tensor",
     axes="b",
   )
-  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=near, axes="b")
+  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=clamped, axes="b")
   sinks: Tensor | None = argument(
     check=check_sinks, tensors=lambda x: [x.float()], in_lse=True, has_gradient=True, axes="h"
   )
@@ -346,9 +349,7 @@ class Arguments:
     Raises:
       TypeError: an option is not accepted.
     """
-    if unknown := [name for name in options if name not in accepted.__annotations__]:
-      names = ", ".join(sorted(accepted.__annotations__))
-      raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; accepted are {names}")
+    check_keywords(function, options, accepted)
     return cls(**own, **options)
 
   def check(self, sizes: Sizes, device: object) -> None:
