@@ -199,7 +199,9 @@ def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
 def argument_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("text", nargs="?", help="the text to continue, or - for standard input")
-  parser.add_argument("--tokens", type=int, default=100, metavar="N", help="at most so many (default: %(default)s)")
+  parser.add_argument(
+    "--tokens", type=int, default=100, metavar="N", help="maximum number of tokens (default: %(default)s)"
+  )
   parser.add_argument(
     "--attention",
     choices=ATTENTIONS,

@@ -36,11 +36,11 @@ PROMPTS = (
 
 @dataclass(eq=False)
 class Request:
-  """A prompt and the tokens found after it.
+  """A prompt and the tokens generated after it.
 
   Attributes:
-    limit: the most tokens to find.
-    done: tokens, of the prompt and of those found, whose keys are in the pages.
+    limit: the maximum number of tokens to generate.
+    done: tokens, of the prompt and of those generated, whose keys are in the pages.
     pages: those that the request has.
   """
 
@@ -117,7 +117,7 @@ class Server:
     self.running[slot] = None
 
   def _run(self, rows: int, counts: list[int]) -> np.ndarray:
-    """Process so many further tokens of each slot; return the likeliest token after the last one of each."""
+    """Process the given number of further tokens of each slot; return the likeliest next token of each."""
     offsets = np.cumsum([0, *counts]).astype(np.int32)
     table, lengths = np.zeros((len(counts), self._entries), np.int32), np.zeros(len(counts), np.int32)
     tokens, positions, slots = (np.zeros(rows, np.int32) for _ in range(3))
@@ -233,7 +233,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("text", nargs="*", help="texts to continue (default: six of different lengths)")
   for name, default, text in (
-    ("tokens", 40, "at most so many for each text"),
+    ("tokens", 40, "maximum number of tokens for each text"),
     ("slots", 4, "requests at once"),
     ("every", 8, "steps from one arrival to the next"),
     ("context", 256, "positions of a request"),

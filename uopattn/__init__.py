@@ -11,6 +11,7 @@ if not (_here / "kernels").is_dir():  # in a checkout, kernels/ is beside this f
 provide_clang()
 
 import uopattn.emulator  # noqa: E402  (registers the device EMU)
+import uopattn.mods  # noqa: E402
 import uopattn.onnx  # noqa: E402
 import uopattn.trust.guard  # noqa: E402, F401  (checks kernels at their first use)
 from uopattn.api.append_paged import append_paged  # noqa: E402

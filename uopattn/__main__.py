@@ -8,7 +8,7 @@ PROGRAMS = """\
   python -m uopattn.run N=1024 D=64   runs the kernel, times it and checks its output
   python -m uopattn.bench --quick     times it next to other libraries
   python -m uopattn.tune N=1024 D=64  measures which tiles are the fastest, and remembers them
-  python -m uopattn.info              says what there is for this machine
+  python -m uopattn.info              lists the kernels for this machine
   python -m uopattn.check             checks all kernels for this machine, and writes a report to send
 
 Each has --help."""

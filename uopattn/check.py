@@ -1,7 +1,7 @@
 """`python -m uopattn.check`: checks and times every kernel that serves this machine, and writes a report to send.
 
-Exit status: 0 if all is right, 1 if a kernel is wrong, 2 if it could not be found out, as where no kernel serves any
-probe, 130 if it was interrupted.
+Exit status: 0 if all is right, 1 if a kernel is wrong, 2 if that could not be determined, as where no kernel serves
+any probe, 130 if it was interrupted.
 """
 
 import argparse

@@ -1,7 +1,16 @@
 """Masks and score functions that many models share, for the `mask_mod` and `score_mod` of `attention`.
 
 Each is a function of indices, or returns one. Kernels trace it with symbols for the indices; plain tinygrad ops call
-it with Tensors. q_idx and kv_idx count queries and keys from 0, whatever `q_start` is.
+it with Tensors.
+
+q_idx and kv_idx count the queries and the keys of a call from 0, whatever `q_start` is, or the `start` of a cache. So
+`causal`, `sliding_window`, `alibi` and all others that compare the two are for queries whose first one is at position
+0. In a step of decoding it is not: pass where it is through `aux`, and add that to q_idx.
+
+  def window(b, h, q_idx, kv_idx, start):
+    return sliding_window(9)(b, h, q_idx + start[b], kv_idx)
+
+  cache.attend(q, start, mask_mod=window, aux=(start,))  # start is (B,) integers
 
 A mod that reads a Tensor takes the index of that Tensor in `aux` as an argument, so several mods can share one `aux`:
 
@@ -30,7 +39,7 @@ Score = Callable[..., Any]
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-  """Show keys up to the query's own position. `is_causal=True` does the same, and lets kernels skip tiles.
+  """Show keys up to the query's own number, as `is_causal=True` with `q_start=0` does, which lets kernels skip tiles.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -45,7 +54,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
-  """Show keys from `left` before the query's position to `right` behind it (Beltagy et al., Longformer, 2020).
+  """Show keys from `left` before the query's number to `right` behind it (Beltagy et al., Longformer, 2020).
 
   Args:
     left, right: number of keys on each side, at least 0.
@@ -65,8 +74,8 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     ··████
     ···███
   """
+  left, right = check_int("left", left), check_int("right", right)
   for name, side in (("left", left), ("right", right)):
-    check_int(name, side)
     if not 0 <= side <= WIDEST:
       raise ValueError(
         f"{name} is {side}; it must be from 0 to {WIDEST}; None, no bound, is for attention's own window"
@@ -79,10 +88,10 @@ def sliding_window(left: int, right: int = 0) -> Mask:
 
 
 def dilated(left: int, step: int, right: int = 0) -> Mask:
-  """Show every `step`th key of a sliding window, counted from the query's position (Longformer, figure 2c).
+  """Show every `step`th key of a sliding window, counted from the query's number (Longformer, figure 2c).
 
   Args:
-    left, right: keys of the window before and behind the query's position, as in `sliding_window`.
+    left, right: keys of the window before and behind the query's number, as in `sliding_window`.
     step: distance between visible keys, at least 1.
 
   Raises:
@@ -99,7 +108,7 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
     █·█·█·
     ·█·█·█
   """
-  check_size("step", step, 1)
+  step = check_size("step", step, 1)
   within = sliding_window(left, right)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
@@ -109,7 +118,7 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
 
 
 def prefix_lm(length: int) -> Mask:
-  """Show the first `length` keys, and keys up to the query's position (Raffel et al., T5, 2020).
+  """Show the first `length` keys, and keys up to the query's number (Raffel et al., T5, 2020).
 
   Raises:
     TypeError: length is not an int.
@@ -126,7 +135,7 @@ def prefix_lm(length: int) -> Mask:
     █████·
     ██████
   """
-  check_size("length", length, 0)
+  length = check_size("length", length, 0)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     return (kv_idx < length) | (kv_idx <= q_idx)
@@ -199,8 +208,7 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
     ·······███
     ·······███
   """
-  _check_sides("canvas", canvas)
-  _check_sides("kernel", kernel)
+  canvas, kernel = _sides("canvas", canvas), _sides("kernel", kernel)
   for name, size, most in zip(("height", "width"), kernel, canvas, strict=True):
     if size % 2 == 0 or not 1 <= size <= most:
       raise ValueError(f"kernel is {kernel}; its {name} must be odd and at most the canvas's, {most}")
@@ -266,15 +274,16 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str)
   return lambda *args: reduce(join, [mask(*args) for mask in masks])
 
 
-def _check_sides(name: str, x: object) -> None:
+def _sides(name: str, x: object) -> tuple[int, int]:
+  """Return (height, width) as ints. Raises TypeError or ValueError if x is no such pair."""
   if not isinstance(x, tuple) or len(x) != 2:
     raise TypeError(f"{name} is {x if isinstance(x, tuple) else described(x)}; it must be (height, width)")
-  for side in x:
-    check_size(f"a side of {name}", side, 1)
+  height, width = (check_size(f"a side of {name}", side, 1) for side in x)
+  return height, width
 
 
 def alibi(place: int = 0) -> Score:
-  """Subtract slope * distance between query and key from the score (Press et al., ALiBi, 2022).
+  """Subtract slope * |q_idx - kv_idx| from the score (Press et al., ALiBi, 2022).
 
   Args:
     place: aux[place] holds the slope of each head, (Hq,) floats; see `alibi_slopes`.
@@ -287,8 +296,18 @@ def alibi(place: int = 0) -> Score:
     >>> from uopattn import attention, mods
     >>> q, k, v = (Tensor.randn(1, 8, 50, 16) for _ in range(3))
     >>> slopes = Tensor(mods.alibi_slopes(8))
-    >>> attention(q, k, v, is_causal=True, score_mod=mods.alibi(), aux=(slopes,)).realize().shape
+    >>> out = attention(q, k, v, is_causal=True, score_mod=mods.alibi(), aux=(slopes,))
+    >>> out.shape
     (1, 8, 50, 16)
+
+    The last query alone, at position 49:
+
+    >>> start = Tensor([49])
+    >>> def from_start(score, b, h, q_idx, kv_idx, slopes, start):
+    ...   return mods.alibi()(score, b, h, q_idx + start[b], kv_idx, slopes)
+    >>> last = attention(q[:, :, 49:], k, v, is_causal=True, q_start=start, score_mod=from_start, aux=(slopes, start))
+    >>> (last - out[:, :, 49:]).abs().max().item() < 1e-5
+    True
   """
   check_size("place", place, 0)
 
@@ -315,14 +334,14 @@ def alibi_slopes(heads: int) -> list[float]:
     >>> mods.alibi_slopes(3)
     [0.0625, 0.00390625, 0.25]
   """
-  check_size("heads", heads, 1)
+  heads = check_size("heads", heads, 1)
   power = 1 << (heads.bit_length() - 1)
   slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
   return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
 
 
 def relative_bias(place: int = 0) -> Score:
-  """Add a learned bias per head and relative position (Shaw et al., 2018).
+  """Add a learned bias per head and difference kv_idx - q_idx (Shaw et al., 2018).
 
   Args:
     place: aux[place] is (Hq, 2 * reach + 1) floats; [h, reach + kv_idx - q_idx] is added. Keys farther away than
@@ -392,4 +411,5 @@ def softcap(cap: float) -> Score:
     4.168
   """
   check_softcap("cap", cap)
+  cap = float(cap)
   return lambda score, b, h, q_idx, kv_idx, *aux: (score / cap).tanh() * cap

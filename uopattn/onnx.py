@@ -1,5 +1,6 @@
 """ONNX models with fast attention: `uopattn.onnx.register()`."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -40,8 +41,9 @@ def register(*, backend: str = "auto") -> Handle:
   return REGISTER.add(backend)
 
 
-def _backend() -> str:
-  return REGISTER.options or "auto"
+def _with_backend(operator: Callable[..., Any]) -> Callable[..., Any]:
+  """Return an operator that uses the backend of the youngest handle."""
+  return lambda *inputs, **attributes: operator(*inputs, **attributes, backend=REGISTER.options or "auto")
 
 
 def _install(undo: ExitStack) -> None:
@@ -56,9 +58,9 @@ def _install(undo: ExitStack) -> None:
   table = cast(dict[str, Any], onnx_ops)
   contrib = OpSetId(Domain.MICROSOFT_CONTRIB_OPS, 1)
   added = {
-    "Attention": table["Attention"] | {OpSetId(Domain.ONNX, 23): attention(_backend)},
-    "MultiHeadAttention": {contrib: multi_head_attention(_backend)},
-    "GroupQueryAttention": {contrib: group_query_attention(_backend)},
+    "Attention": table["Attention"] | {OpSetId(Domain.ONNX, 23): _with_backend(attention)},
+    "MultiHeadAttention": {contrib: _with_backend(multi_head_attention)},
+    "GroupQueryAttention": {contrib: _with_backend(group_query_attention)},
   }
   before = {name: table[name] for name in added if name in table}
   table |= added

@@ -353,6 +353,26 @@ def test_nothing_to_write(shape: tuple[int, int, int, int]) -> None:
   assert pages.uop is before
 
 
+def test_queries_are_rotated_where_there_are_no_pages() -> None:
+  """Positions that are not at hand may lie in any memory, or in none."""
+  angle = np.linspace(0, 1, 8 * 8, dtype=np.float32).reshape(8, 8)
+  rotary: dict[str, Any] = {"rotary_cos": placed(np.cos(angle)), "rotary_sin": placed(np.sin(angle))}
+  k, q = (
+    placed(np.random.default_rng(i).standard_normal((1, heads, 1, 16), np.float32)) for i, heads in ((0, 2), (1, 4))
+  )
+  found = []
+  for P, table in ((3, Tensor([[0]])), (0, Tensor([[0]])), (3, Tensor.zeros(1, 0, dtype=dtypes.int))):
+    pages = [zeros(P, 2, 4, 16) for _ in "kv"]
+    start = Tensor([3], dtype=dtypes.int).realize() + 0
+    out = append_paged(k, k, pages[0], pages[1], table, start, q=q, rotary_interleaved=False, **rotary)
+    found.append(out.numpy())
+    if 0 in (P, *table.shape):
+      assert (pages[0].numpy() == 0).all()
+  assert np.abs(found[0] - q.numpy()).max() > 0.01
+  np.testing.assert_array_equal(found[1], found[0])
+  np.testing.assert_array_equal(found[2], found[0])
+
+
 def test_rows_beyond_2_31_elements() -> None:
   """Of memory that nobody touches but there: the system provides a few pages of it."""
   P, D = (1 << 23) + 8, 128
@@ -395,9 +415,9 @@ BAD: dict[str, tuple[str, Any, type[Exception], str]] = {
   "dtype": ("k", zeros(3, 2, 3, 16, dtype=dtypes.half), TypeError, "k has dtype half; accepted are float"),
   "of values": ("v", zeros(3, 2, 3, 19, dtype=dtypes.half), TypeError, "v has dtype half; accepted are float"),
   "of pages": ("k_pages", zeros(10, 2, 4, 16, dtype=dtypes.int8), TypeError, "k_pages has dtype char; accepted are"),
-  "lazy": ("k_pages", zeros(10, 2, 4, 16) + 1, ValueError, "k_pages is no memory to write to; it must be a realized"),
-  "expanded": ("k_pages", zeros(1, 2, 4, 16).expand(10, 2, 4, 16), ValueError, "k_pages is no memory to write to"),
-  "strided": ("k_pages", zeros(10, 2, 4, 32)[..., ::2], ValueError, "k_pages is no memory to write to"),
+  "lazy": ("k_pages", zeros(10, 2, 4, 16) + 1, ValueError, "k_pages cannot be written to; it must be a realized"),
+  "expanded": ("k_pages", zeros(1, 2, 4, 16).expand(10, 2, 4, 16), ValueError, "k_pages cannot be written to"),
+  "strided": ("k_pages", zeros(10, 2, 4, 32)[..., ::2], ValueError, "k_pages cannot be written to"),
   "device": ("k", zeros(3, 2, 3, 16, device="PYTHON"), ValueError, "k is on PYTHON, k_pages is on CPU"),
   "table": ("page_table", Tensor([0, 1, 2]), ValueError, r"page_table has shape \(3,\); it must be \(3, max_pages\)"),
   "float table": ("page_table", zeros(3, 3), TypeError, "page_table has dtype float; it must be a Tensor"),
@@ -407,7 +427,7 @@ BAD: dict[str, tuple[str, Any, type[Exception], str]] = {
   "too far": ("start", 10, ValueError, "start is 10 for sequence 0; for 3 .* to 9, as page_table has 3 pages of 4"),
   "Variable": ("start", UOp.variable("n", 0, 99).bind(10), ValueError, "start is 10 for sequence 0; for 3 new keys"),
   "id": ("page_table", Tensor([[0, 1, 2], [3, 10, 5], [6, 7, 8]]), ValueError,
-         r"page_table\[1, 1\] is 10; it must be from 0 to 9, as k_pages has 10 pages, for sequence 1 gets keys 4 to 6"),
+         r"page_table\[1, 1\] is 10; it must be from 0 to 9, because k_pages has 10 pages; sequence 1 gets keys 4 to"),
   "lengths": ("lengths", Tensor([1, 4, 0]), ValueError, "lengths is 4 for sequence 1; it must be from 0 to 3"),
   "many lengths": ("lengths", Tensor([1, 2]), ValueError, r"lengths has shape \(2,\); it must be \(3,\)"),
   "scale": ("k_scale", 0.5, ValueError, "k_scale is given, but k is stored as it is; it must be None"),

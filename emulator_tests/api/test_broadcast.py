@@ -62,6 +62,20 @@ def test_masks_of_more_batches(name: str) -> None:
   np.testing.assert_allclose(got.numpy(), want.numpy(), atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 5), (1, 1, 3, 5), (1, 2, 3, 5), (1, 1, 1, 3, 5), (3, 1, 3, 5)], ids=str)
+@pytest.mark.parametrize("axes", [0, 1, 2])
+def test_a_mask_of_more_axes(axes: int, shape: tuple[int, ...]) -> None:
+  """Its axes are the output's, as in tinygrad; further batches and heads of a mask alone are left to that."""
+  q, k = (array(*(1, 2)[2 - axes :], n, 8) for n in (3, 5))
+  mask = array(*shape)
+  got, want = attention(q, k, k, mask), q.scaled_dot_product_attention(k, k, mask)
+  assert got.shape == want.shape
+  np.testing.assert_allclose(got.numpy(), want.numpy(), atol=2e-6)
+  if mask.ndim <= 4 and not any(n > 1 for n in shape[:-2]):
+    _, lse = attention(q, k, k, mask, return_lse=True)
+    assert lse.shape == want.shape[:-1]
+
+
 def test_gradients_of_what_broadcasts() -> None:
   q, k = array(2, 1, 4, 10, 8), array(3, 1, 12, 8)
   found = attention(q, k, k, backend="kernel").square().sum().gradient(q, k)

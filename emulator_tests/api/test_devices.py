@@ -215,7 +215,8 @@ def test_a_block_mask_per_head(axis: int) -> None:
 def test_a_cache_under_tinyjit(axis: int | None) -> None:
   start, found = UOp.variable("start", 0, 99), []
   for devices in (None, DEVICES):
-    cache = KVCache(2, 2, 100, 16, dtype=dtypes.int8 if axis == 0 else dtypes.float32, device=devices, axis=axis)
+    own: dict[str, Any] = {} if devices is None else {"device": devices, "axis": axis}
+    cache = KVCache(2, 2, 100, 16, dtype=dtypes.int8 if axis == 0 else dtypes.float32, **own)
 
     @TinyJit
     def step(q: Tensor, k: Tensor, v: Tensor, start: UOp, cache: KVCache = cache) -> Tensor:

@@ -199,11 +199,17 @@ BAD: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
   "float": (K, V, Tensor([1.0, 2.0]), TypeError, "start has dtype float; it must be a Tensor of an integer dtype"),
   "another number": (K, V, Tensor([1, 2, 3]), ValueError, r"start has shape \(3,\); it must be \(2,\)"),
   "device": (K, V, Tensor([1, 2], device="PYTHON"), ValueError, "start is on PYTHON, the cache is on CPU"),
-  "one is negative": (K, V, Tensor([1, -2]), ValueError, "start is -2 for sequence 1; for 3 of .* from 0 to 67"),
-  "one is past the end": (K, V, Tensor([68, 2]), ValueError, "start is 68 for sequence 0; for 3 of .* from 0 to 67"),
-  "rows": ((B, HKV, 71, DK), (B, HKV, 71, DV), 0, ValueError, "k and v have 71 rows; .* at most 70"),
-  "negative": (K, V, -1, ValueError, "start is -1; for 3 of the cache's 70 positions it must be from 0 to 67"),
-  "past the end": (K, V, 68, ValueError, "start is 68; for 3 of the cache's 70 positions it must be from 0 to 67"),
+  "one is negative": (K, V, Tensor([1, -2]), ValueError, "start is -2 for sequence 1; for 3 rows .* from 0 to 67"),
+  "one is past the end": (K, V, Tensor([68, 2]), ValueError, "start is 68 for sequence 0; for 3 rows .* from 0 to 67"),
+  "rows": (
+    (B, HKV, 71, DK),
+    (B, HKV, 71, DV),
+    0,
+    ValueError,
+    "^there are 71 rows; in a cache of 70 positions there must be at most 70$",
+  ),
+  "negative": (K, V, -1, ValueError, "start is -1; for 3 rows in a cache of 70 positions it must be from 0 to 67"),
+  "past the end": (K, V, 68, ValueError, "start is 68; for 3 rows in a cache of 70 positions it must be from 0 to 67"),
   "may end past it": (K, V, start_at(5, 2), ValueError, "start is a Variable from 0 to 68; for 3 .* from 0 to 67"),
   "expression": (K, V, start_at(5, 3) - 1, ValueError, "start is a Variable from -1 to 66"),
 }
@@ -224,9 +230,9 @@ def test_other_bad_arguments() -> None:
     cache.append(tensor(*K, dtype=dtypes.half), tensor(*V), 0)
   with pytest.raises(ValueError, match="v is on PYTHON, the cache is on CPU"):
     cache.append(tensor(*K), tensor(*V, device="PYTHON"), 0)
-  with pytest.raises(ValueError, match="start is 68; for 3 of the cache's 70 positions"):
+  with pytest.raises(ValueError, match="start is 68; for 3 rows in a cache of 70 positions"):
     cache.attend(tensor(B, HQ, 3, DK), 68)
-  with pytest.raises(ValueError, match="start is a Variable from 0 to 69; for 2 of the cache's 70"):
+  with pytest.raises(ValueError, match="start is a Variable from 0 to 69; for 2 rows in a cache of 70"):
     cache.attend(tensor(B, HQ, 2, DK), start_at(3))
   of_cache = "it must be from 0 to 70, the positions of the cache$"
   for lengths, message in (
@@ -237,8 +243,14 @@ def test_other_bad_arguments() -> None:
   ):
     with pytest.raises(ValueError, match=message):
       cache.attend(tensor(B, HQ, 3, DK), 0, kv_lengths=lengths)
-  with pytest.raises(ValueError, match=r"^axis is 5 for B=1 and Hkv=2 on 1 device; it must be 0, 1 or None"):
-    KVCache(1, 2, 4, 8, axis=5)
+  for axis, device, message in (
+    (5, ("CPU",), "axis is 5 for B=1 and Hkv=2 on 1 device; it must be 0, 1 or None"),
+    (0, ["CPU:0", "CPU:1"], "axis is 0 for B=1 and Hkv=2 on 2 devices; .* the devices must divide that size"),
+    (1, None, "axis is 1 and device None; axis is for a tuple of devices"),
+    (1, "CPU", "axis is 1 and device 'CPU'; axis is for a tuple of devices"),
+  ):
+    with pytest.raises(ValueError, match=f"^{message}"):
+      KVCache(1, 2, 4, 8, device=device, axis=axis)  # type: ignore[arg-type]
   with pytest.raises(ValueError, match=r"N_max is -1; it must be at least 0$"):
     KVCache(B, HKV, -1, DK)
   with pytest.raises(ValueError, match=r"Dk is 0; it must be at least 1$"):
@@ -255,6 +267,34 @@ def test_other_bad_arguments() -> None:
       KVCache(*given, **options)
   with pytest.raises(TypeError, match="dtype is int; accepted are float, half"):
     KVCache(B, HKV, N, DK, dtype=dtypes.int)
+
+
+def test_queries_that_do_not_fit() -> None:
+  """Or whose output would have another dtype than theirs."""
+  caches = {x: KVCache(B, HKV, N, DK, DV, dtype=x) for x in (dtypes.float32, dtypes.float16, dtypes.int8)}
+  for stored, given, accepted in (
+    (dtypes.float32, dtypes.float16, "float"),
+    (dtypes.float16, dtypes.bfloat16, "half, float"),
+    (dtypes.int8, dtypes.float64, "float, half, .*bfloat"),
+  ):
+    with pytest.raises(TypeError, match=f"^q has dtype .*, the cache has .*; accepted are {accepted}"):
+      caches[stored].attend(tensor(B, HQ, 1, DK, dtype=given), 0)
+  assert caches[dtypes.float16].attend(tensor(B, HQ, 1, DK), 0).dtype == dtypes.float32
+  for shape in ((HQ, 1, DK), (1, HQ, 1, DK), (B, HQ, 1, DK + 1), (B, 3, 1, DK)):
+    with pytest.raises(ValueError, match=r"^q has shape .*; it must be \(2, Hq, M, 16\), Hq a multiple of 2$"):
+      caches[dtypes.float32].attend(tensor(*shape), 0)
+
+
+def test_integers_of_numpy() -> None:
+  sizes: list[Any] = [np.int64(1), np.int32(1), np.uint8(4), np.int16(2)]
+  start: Any = np.int64(2)
+  flag: Any = np.True_
+  cache, x = KVCache(*sizes), Tensor.ones(1, 1, 1, 2)
+  cache.append(x, x, start)
+  np.testing.assert_array_equal(cache.k.numpy()[0, 0, :, 0], [0, 0, 1, 0])
+  assert cache.attend(x, start, kv_lengths=start + 1).shape == (1, 1, 1, 2)
+  with pytest.raises(TypeError, match=r"^start is a numpy.bool; accepted are an int"):
+    cache.append(x, x, flag)
 
 
 def test_a_position_past_the_end_is_refused_when_bound() -> None:

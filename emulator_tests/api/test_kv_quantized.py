@@ -387,7 +387,7 @@ def test_bad_arguments() -> None:
   k, v = (Tensor.zeros(B, HKV, 3, D) for D in (DK, DV))
   with pytest.raises(TypeError, match="k has dtype char, the cache has char; accepted are float, half, bfloat16"):
     cache.append(k.cast(dtypes.int8), v, 0)
-  with pytest.raises(TypeError, match="q has dtype fp8e4m3; accepted with scales are float, half, bfloat16"):
+  with pytest.raises(TypeError, match="q has dtype fp8e4m3, the cache has char; accepted are float, half, bfloat16"):
     cache.attend(Tensor.zeros(B, HQ, 3, DK, dtype=dtypes.fp8e4m3), 0)
   with pytest.raises(TypeError, match="dtype is uchar; accepted are float, half, bfloat16, char, fp8e4m3, fp8e5m2"):
     KVCache(B, HKV, N, DK, dtype=dtypes.uint8)

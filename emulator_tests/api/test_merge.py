@@ -125,8 +125,8 @@ OUT, LSE = Tensor.zeros(1, 2, 3, 4), Tensor.zeros(1, 2, 3)
 @pytest.mark.parametrize(
   ("outs", "lses", "error", "message"),
   [
-    ((), (), ValueError, "outs has 0 parts, lses 0"),
-    ((OUT, OUT), (LSE,), ValueError, "outs has 2 parts, lses 1"),
+    ((), (), ValueError, "outs has 0 parts and lses 0"),
+    ((OUT, OUT), (LSE,), ValueError, "outs has 2 parts and lses 1"),
     ((OUT, OUT[:, :1]), (LSE, LSE), ValueError, r"outs\[1\] has shape \(1, 1, 3, 4\); it must be \(1, 2, 3, 4\)"),
     ((OUT, OUT), (LSE, OUT), ValueError, r"lses\[1\] has shape \(1, 2, 3, 4\); it must be \(1, 2, 3\)"),
     ((OUT, OUT.half()), (LSE, LSE), TypeError, r"outs\[1\] has dtype half; it must be float"),

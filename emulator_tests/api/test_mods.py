@@ -10,7 +10,7 @@ import pytest
 from helpers import check, qkv
 from tinygrad import Tensor, dtypes
 
-from uopattn import BlockMask, attention, mods
+from uopattn import BlockMask, KVCache, attention, mods
 from uopattn.dsl.target import CPU_ARGUMENTS
 from uopattn.proof.oracle import Array, gradients
 from uopattn.runtime.log import log_once
@@ -107,6 +107,26 @@ def test_a_score_and_a_mask_share_aux() -> None:
     q, k, v, out,
     score_mod=SCORES["alibi"][1], mask_mod=lambda b, h, i, j: (j <= i) & (DOCUMENTS[b][i] == DOCUMENTS[b][j]),
   )  # fmt: skip
+
+
+def test_a_step_of_decoding_adds_its_start() -> None:
+  """With the start in aux a step equals the rows of the prompt, and each sequence may have its own."""
+  q, k, v = qkv(B, HQ, HKV, 9, 9, 16, 16)
+  cache, start, slopes = KVCache(B, HKV, 12, 16), Tensor([5, 3]), Tensor(SLOPES)
+  cache.append(k, v, 0)
+
+  def score(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, start: Any) -> Any:
+    return mods.alibi()(score, b, h, i + start[b], j, slopes)
+
+  def seen(b: Any, h: Any, i: Any, j: Any, slopes: Any, start: Any) -> Any:
+    return mods.sliding_window(2)(b, h, i + start[b], j)
+
+  rows = [q[b : b + 1, :, first : first + 2] for b, first in enumerate((5, 3))]
+  got = cache.attend(rows[0].cat(rows[1]), start, score_mod=score, mask_mod=seen, aux=(slopes, start))
+  prompt = cache.attend(q, 0, score_mod=mods.alibi(), mask_mod=mods.sliding_window(2), aux=(slopes,))
+  want = prompt.numpy()
+  for b, first in enumerate((5, 3)):
+    np.testing.assert_allclose(got.numpy()[b], want[b, :, first : first + 2], atol=1e-5)
 
 
 def test_aux_may_be_on_no_device_yet() -> None:

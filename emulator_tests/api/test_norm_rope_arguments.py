@@ -55,12 +55,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
   "too few positions": (
     {"rotary_cos": Zeros(21, 8), "rotary_sin": Zeros(21, 8)},
     ValueError,
-    "start is 22 for sequence 0; for 2 of rotary_cos's 21 positions it must be from 0 to 19",
+    "start is 22 for sequence 0; for 2 rows with rotary_cos of 21 positions it must be from 0 to 19",
   ),
   "fewer positions than rows": (
     {"rotary_cos": Zeros(1, 8), "rotary_sin": Zeros(1, 8)},
     ValueError,
-    "^k and v have 2 rows; they must have at most 1, rotary_cos's number of positions",
+    "^there are 2 rows; with rotary_cos of 1 positions there must be at most 1$",
   ),
   "weight's shape": ({"k_norm_weight": Zeros(15)}, ValueError, r"k_norm_weight has shape \(15,\); it must be \(16,\)"),
   "weight": ({"q_norm_weight": 1.0}, TypeError, "q_norm_weight is 1.0; it must be a tinygrad Tensor"),
@@ -110,7 +110,9 @@ def check_refused(subject: Subject, q: Tensor | None, options: dict[str, Any], e
 def test_bad_arguments(name: str, memory: str, subjects: dict[str, Subject]) -> None:
   options, error, message = BAD[name]
   if memory == "pages":
-    message = message.replace("the cache is", "k_pages is").replace("2 of rotary_cos's 21 positions", "2 new keys")
+    message = message.replace("the cache is", "k_pages is").replace(
+      "2 rows with rotary_cos of 21 positions", "2 new keys"
+    )
   options = subjects[memory].options | options
   check_refused(subjects[memory], options.pop("q", subjects[memory].q), options, error, message)
 

@@ -96,7 +96,9 @@ def test_bad_ids_at_hand_raise(as_numbers: bool) -> None:
     case.table[1, 4] = bad
     table = Tensor(case.table.tolist(), dtype=dtypes.int)
     table, lengths = (table, Tensor([40, 40])) if as_numbers else (table.realize(), case.tensor(case.lengths))
-    message = rf"page_table\[1, 4\] is {bad}; it must be from 0 to {count - 1}, as k_pages has {count} pages"
+    message = (
+      rf"page_table\[1, 4\] is {bad}; .* from 0 to {count - 1}, because k_pages has {count} pages; sequence 1 has"
+    )
     with pytest.raises(ValueError, match=message):
       attention_paged(case.q, case.k, case.v, table, lengths, enable_gqa=True)
     with pytest.raises(ValueError, match=message):

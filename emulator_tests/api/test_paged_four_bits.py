@@ -299,7 +299,7 @@ def bytes_(*shape: int) -> Tensor:
 
 IS_MISSING = "k_scale is missing; it must be a float32 Tensor .* = .9, 2, 8., the scales of rows in int4"
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-  "no format": ({"kv_dtype": None}, TypeError, "k_pages has dtype uchar, which kv_dtype must name the format of"),
+  "no format": ({"kv_dtype": None}, TypeError, "k_pages has dtype uchar; kv_dtype must name its format"),
   "format": ({"kv_dtype": "int3"}, ValueError, "kv_dtype is 'int3'; accepted are None, 'int4', 'nvfp4'"),
   "a dtype": ({"kv_dtype": dtypes.int8}, TypeError, "kv_dtype is .*; accepted are None, 'int4', 'nvfp4'"),
   "dtype": ({"k_pages": Tensor.zeros(9, 2, 8, 20)}, TypeError, "k_pages has dtype float; in int4 it must have uchar"),
@@ -330,7 +330,7 @@ OF_APPENDING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
   "a view of scales": (
     {"k_scale": Tensor.ones(9, 2, 9).contiguous().realize()[..., :8]},
     ValueError,
-    "k_scale is no m",
+    "k_scale cannot be written to; it must be a realized Tensor, and no view",
   ),
 }
 

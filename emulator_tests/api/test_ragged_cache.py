@@ -357,7 +357,8 @@ def test_rows_of_the_cache_itself_that_follow_one_another(kind: str, in_function
 def test_on_several_devices(axis: int | None) -> None:
   devices, found = ("CPU", "CPU:1"), []
   for where in (None, devices):
-    cache = KVCache(2, 2, 20, DK, DV, dtype=dtypes.int8 if axis == 0 else dtypes.float32, device=where, axis=axis)
+    own: dict[str, Any] = {} if where is None else {"device": where, "axis": axis}
+    cache = KVCache(2, 2, 20, DK, DV, dtype=dtypes.int8 if axis == 0 else dtypes.float32, **own)
     outs = []
     for M, starts in ((1, [0, 4]), (1, [1, 5])):
       given = [normal(2, *x, seed=M) for x in ((HQ, M, DK), (2, M, DK), (2, M, DV))]

@@ -248,7 +248,8 @@ def test_other_arguments() -> None:
 def test_on_several_devices(axis: int | None) -> None:
   devices, found = ("CPU", "CPU:1"), []
   for where in (None, devices):
-    cache = RingCache(B, HKV, 4, DK, DV, sink_tokens=1, M_max=2, device=where, axis=axis)
+    own: dict[str, Any] = {} if where is None else {"device": where, "axis": axis}
+    cache = RingCache(B, HKV, 4, DK, DV, sink_tokens=1, M_max=2, **own)
     outs = []
     for i, starts in enumerate(([0, 4], [2, 6])):
       q, k, v = (placed(normal(B, *x, seed=i)) for x in ((HQ, 2, DK), (HKV, 2, DK), (HKV, 2, DV)))
@@ -289,7 +290,9 @@ def test_bad_arguments() -> None:
   q, k, v = Text().next(3)
   with pytest.raises(ValueError, match="q has 3 queries; attend of a RingCache takes M_max=2 at most, prefill any"):
     cache.attend(q, 0)
-  with pytest.raises(ValueError, match="start is -1; for 3 of the cache's 1073741824 positions it must be from 0 to"):
+  with pytest.raises(
+    ValueError, match="start is -1; for 3 rows in a text of 1073741824 positions it must be from 0 to"
+  ):
     cache.append(k, v, -1)
   with pytest.raises(ValueError, match="start is -2 for sequence 1"):
     cache.append(k, v, Tensor([0, -2]))

@@ -96,3 +96,45 @@ def test_gradients() -> None:
 
   for got, want in zip(grads(START.bind(30), "kernel"), grads(30, "reference"), strict=True):
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_lengths_beside_a_symbolic_number_of_keys() -> None:
+  """What is beyond either is not seen."""
+  x, q = Tensor(array(2, H, N, D)).realize(), Tensor(array(2, H, 3, D, seed=1)).realize()
+  some = x[:, :, : START.bind(20)]
+  few = Variable("few", 0, N)
+  cases: list[tuple[Any, list[int]]] = [
+    (30, [20, 20]),
+    (9, [9, 9]),
+    (few.bind(30), [20, 20]),
+    (few.bind(9) + 1, [10, 10]),
+    (Tensor([30, 9]), [20, 9]),
+    (Tensor([30, 9], dtype=dtypes.uint8), [20, 9]),
+  ]
+  for lengths, seen in cases:
+    got = attention(q, some, some, kv_lengths=lengths, backend="kernel")
+    want = attention(q, x, x, kv_lengths=Tensor(seen), backend="reference")
+    np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5)
+  wrong: list[Any] = [[1, 2], True, 1.5, Tensor([1.0, 2.0])]
+  for given in wrong:
+    with pytest.raises(TypeError, match=r"^kv_lengths (is|has) "):
+      attention(q, some, some, kv_lengths=given, backend="kernel")
+
+
+def test_symbolic_sizes_that_differ() -> None:
+  x, q = Tensor(array(B, H, 12, D)).realize(), Tensor(array(B, H, 3, D, seed=1)).realize()
+  n, m, mask = Variable("n", 1, 12).bind(6), Variable("m", 1, 12).bind(2), Tensor(array(3, 12)).realize()
+  some, other = x[:, :, :n], x[:, :, :m]
+  same = "sizes made of Variables must be the same$"
+  for k, v, seen, message in (
+    (some, other, None, r"v has shape \(1, 4, m, 16\), k has \(1, 4, n, 16\); "),
+    (some, x, None, r"v has shape \(1, 4, 12, 16\), k has \(1, 4, n, 16\); "),
+    (x, some, None, r"v has shape \(1, 4, n, 16\), k has \(1, 4, 12, 16\); "),
+    (some, some, mask[:, :m], r"attn_mask has shape \(3, m\), k has \(1, 4, n, 16\); "),
+    (x, x, mask[:, :n], r"attn_mask has shape \(3, n\), k has \(1, 4, 12, 16\); "),
+    (x, x, mask[: Variable("r", 1, 3).bind(3)], r"attn_mask has shape \(r, 12\), q has \(1, 4, 3, 16\); "),
+  ):
+    with pytest.raises(ValueError, match=f"^{message}{same}"):
+      attention(q, k, v, seen)
+  expression = x[:, :, : n - 1], x[:, :, : -1 + n]
+  assert attention(q, *expression, mask[0, : n - 1], backend="kernel").shape == (B, H, 3, D)

@@ -239,20 +239,17 @@ def test_sizes_of_0() -> None:
   padding = Tensor.zeros(B, 0, dtype=dtypes.int)
   rows = (zeros(B, 0, wide), zeros(B, 0, narrow), zeros(B, 0, narrow))
   one = (zeros(0, M, wide), zeros(0, M, narrow), zeros(0, M, narrow))
-  lengths, backend = Tensor([-1] * B, dtype=dtypes.int), lambda: "kernel"
+  lengths = Tensor([-1] * B, dtype=dtypes.int)
+  heads: dict[str, Any] = {"num_heads": H, "kv_num_heads": HKV, "backend": "kernel"}
+  of_attention: dict[str, Any] = {"q_num_heads": H, "kv_num_heads": HKV, "backend": "kernel"}
+  nothing, several = zeros(B, 0, wide), zeros(B, M, wide)
   given: list[tuple[Any, tuple[int, ...]]] = [
-    (attention(backend)(zeros(B, M, wide), *rows[1:], q_num_heads=H, kv_num_heads=HKV), (B, M, wide)),
-    (attention(backend)(*rows, is_causal=1, q_num_heads=H, kv_num_heads=HKV), (B, 0, wide)),
-    (multi_head_attention(backend)(zeros(B, M, wide), zeros(B, 0, wide), zeros(B, 0, wide), num_heads=H), (B, M, wide)),
-    (multi_head_attention(backend)(*(rows[0],) * 3, None, padding, num_heads=H), (B, 0, wide)),
-    (
-      group_query_attention(backend)(*rows, None, None, lengths, Tensor(0), num_heads=H, kv_num_heads=HKV),
-      (B, 0, wide),
-    ),
-    (
-      group_query_attention(backend)(*one, None, None, lengths[:0], Tensor(M), num_heads=H, kv_num_heads=HKV),
-      (0, M, wide),
-    ),
+    (attention(several, *rows[1:], **of_attention), (B, M, wide)),
+    (attention(*rows, is_causal=1, **of_attention), (B, 0, wide)),
+    (multi_head_attention(several, nothing, nothing, num_heads=H, backend="kernel"), (B, M, wide)),
+    (multi_head_attention(*(nothing,) * 3, None, padding, num_heads=H, backend="kernel"), (B, 0, wide)),
+    (group_query_attention(*rows, None, None, lengths, Tensor(0), **heads), (B, 0, wide)),
+    (group_query_attention(*one, None, None, lengths[:0], Tensor(M), **heads), (0, M, wide)),
   ]
   for found, shape in given:
     np.testing.assert_array_equal(found[0].numpy(), np.zeros(shape))

@@ -138,8 +138,8 @@ def attention(q: Array, k: Array, v: Array) -> Array:
 
 def output(inputs: dict[str, Tensor], **attributes: Any) -> list[Array]:
   names = [*grouped.Inputs.__dataclass_fields__]
-  operator = grouped.group_query_attention(lambda: "kernel")
-  found = operator(*(inputs.get(name) for name in names), num_heads=H, kv_num_heads=HKV, **attributes)
+  given, heads = (inputs.get(name) for name in names), {"num_heads": H, "kv_num_heads": HKV}
+  found = grouped.group_query_attention(*given, backend="kernel", **heads, **attributes)
   return [x.numpy() for x in found[:3]]
 
 
@@ -309,12 +309,12 @@ def test_shared_buffers(case: str) -> None:
 
 
 def test_one_kernel_serves_all_lengths_of_a_buffer() -> None:
-  operator = multi_head_attention(lambda: "kernel")
   tensors = [Tensor(x).realize() for x in (*SELF.values(), *BUFFER.values())]
 
   def compute(past: int) -> Tensor:
-    found: Tensor = operator(*tensors[:3], None, None, None, *tensors[3:], Tensor([past]), num_heads=HEADS)[0]
-    return found
+    q, k, v, *held = tensors
+    given = None, None, None, *held, Tensor([past])
+    return multi_head_attention(q, k, v, *given, num_heads=HEADS, backend="kernel")[0]
 
   compute(3).realize()
   programs = len(runtime_cache)

@@ -3,8 +3,9 @@
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
-from test_onnx import DECODE, HKV, PAST, SELF, B, D, H, M, normal
+from test_onnx import DECODE, HKV, PAST, SELF, B, D, H, M, contrib, normal
 from tinygrad import Tensor
 
 from uopattn.integrate.onnx.grouped import Inputs, group_query_attention
@@ -13,6 +14,7 @@ from uopattn.integrate.onnx.standard import attention
 
 Refusals = list[tuple[dict[str, Any], dict[str, Any], str]]  # further inputs, attributes and the message
 
+PACKED_QKV = normal(B, M, H, 3, D)
 BUFFER = {name: normal(B, H, 12, D) for name in ("past_key", "past_value")}
 MULTI_HEAD: Refusals = [
   ({"cache_indirection": np.zeros((B, 1, 12), np.int32)}, {}, "cache_indirection is not supported"),
@@ -48,14 +50,29 @@ MULTI_HEAD: Refusals = [
   ),
   ({}, {"num_heads": 0}, "num_heads is 0; it must be at least 1"),
   ({}, {"num_heads": 5}, "num_heads is 5; it must divide 128, the last size of the input"),
+  ({}, {"of_tomorrow": 0}, "of_tomorrow=0 is not supported"),
+  ({"query": PACKED_QKV}, {}, r"key is given, and packed in query, of shape \(2, 5, 4, 3, 32\)"),
+  ({"query": PACKED_QKV, "key": None}, {}, "value is given, and packed in query"),
+  (
+    {"query": PACKED_QKV, "key": None, "value": None},
+    {"num_heads": 2},
+    r"query has shape .*; packed it must be \(B, N, num_heads, 3, D\), and num_heads is 2",
+  ),
+  ({"key": normal(B, M, H, 2, D)}, {}, r"value is given, and packed in key, of shape \(2, 5, 4, 2, 32\)"),
+  (
+    {"key": normal(B, M, H, 3, D), "value": None},
+    {},
+    r"key has shape .* \(B, N, num_heads, 2, D\), and num_heads is 4",
+  ),
+  ({"key": normal(B, H, M, D)}, {}, r"key has shape \(2, 4, 5, 32\), value \(2, 5, 128\); both must have three"),
 ]
 
 
 @pytest.mark.parametrize(("more", "attributes", "message"), MULTI_HEAD)
 def test_multi_head_attention_refuses(more: dict[str, Any], attributes: dict[str, Any], message: str) -> None:
-  inputs = {name: Tensor(x) for name, x in (SELF | more).items()}
+  inputs: dict[str, Any] = {name: None if x is None else Tensor(x) for name, x in (SELF | more).items()}
   with pytest.raises((NotImplementedError, ValueError), match=f"^MultiHeadAttention: {message}"):
-    multi_head_attention(lambda: "auto")(**inputs, **{"num_heads": H} | attributes)
+    multi_head_attention(**inputs, **{"num_heads": H} | attributes)
 
 
 ONE, CHANNELS = np.ones(1, np.float32), np.ones((1, HKV, 1, D), np.float32)
@@ -66,6 +83,19 @@ NORMS = {"q_norm_weight": np.ones(D, np.float32), "k_norm_weight": np.ones(D, np
 CHUNK = {"query_seqlens": np.array([1, 1], np.int32)}
 PACKED = {"query": np.zeros((B, 1, (H + 2 * HKV) * D), np.float32), "key": None, "value": None}
 WINDOW = {"sliding_window_cache": 1, "local_window_size": 4}
+NO_PAST = {"past_key": None, "past_value": None}
+ROTARY, ANGLES = {"do_rotary": 1}, {name: normal(8, 8) for name in ("cos_cache", "sin_cache")}
+THREE_ROWS = {name: normal(B, 3, n * D) for name, n in (("query", H), ("key", HKV), ("value", HKV))}
+
+
+def total(keys: int) -> dict[str, Any]:
+  return {"total_sequence_length": np.array(keys, np.int32)}
+
+
+def lengths(*keys: int) -> dict[str, Any]:
+  return {"seqlens_k": np.array(keys, np.int32) - 1}
+
+
 GROUPED: Refusals = [
   ({"more": ONE}, {"of_tomorrow": 0}, "a further input, of_tomorrow=0 are not supported"),
   ({}, {"of_tomorrow": 0}, "of_tomorrow=0 is not supported"),
@@ -137,19 +167,86 @@ GROUPED: Refusals = [
   (PACKED, {"kv_num_heads": -2}, "kv_num_heads is -2; it must be at least 1"),
   (PACKED, {"kv_num_heads": 1}, r"num_heads \+ 2 \* kv_num_heads is 6; it must divide 256, the last size of the input"),
   ({}, WINDOW | {"qk_output": 1}, "qk_output=1 is not supported with sliding_window_cache=1"),
+  (
+    ANGLES | {"position_ids": np.array([[3], [8]])},
+    ROTARY,
+    "position_ids holds 8; it must be from 0 to 7, as cos_cache",
+  ),
+  (
+    ANGLES | {"position_ids": np.array([[-1], [3]])},
+    ROTARY,
+    "position_ids holds -1; it must be from 0 to 7, as cos_ca",
+  ),
+]
+# Those of onnxruntime, too.
+BY_BOTH: Refusals = [
+  ({"key": None}, {}, "key is missing; key and value must be given together, or packed in query"),
+  ({"value": None}, {}, "value is missing; key and value must be given together"),
+  (
+    ANGLES | {"cos_cache": normal(9, 8)},
+    ROTARY,
+    r"cos_cache has shape \(9, 8\), sin_cache \(8, 8\); both must have the ",
+  ),
+  (ANGLES, ROTARY, "cos_cache has 8 rows and total_sequence_length is 9; there must be one for each position"),
+  (
+    {"seqlens_k": np.array([8], np.int32)},
+    {},
+    r"seqlens_k has shape \(1,\); it must have 2 elements, one for each batch",
+  ),
+  (total(10), {}, "total_sequence_length is 10; with 1 rows and a cache of 8 it must be from 1 to 9"),
+  (
+    NO_PAST | total(2) | lengths(2, 1),
+    {},
+    "total_sequence_length is 2; with 1 rows and a cache of 0 it must be from 1 to 1",
+  ),
+  (lengths(9, 10), {}, r"seqlens_k\[1\] is 9; with 1 rows and total_sequence_length=9 it must be from 0 to 8"),
+  (lengths(9, 0), {}, r"seqlens_k\[1\] is -1; with 1 rows and total_sequence_length=9 it must be from 0 to 8"),
+  (
+    THREE_ROWS | lengths(9, 2),
+    {},
+    r"seqlens_k\[1\] is 1; with 3 rows and total_sequence_length=9 it must be from 2 to 8",
+  ),
+  (THREE_ROWS | lengths(9, 2), WINDOW, r"seqlens_k\[1\] is 1; with 3 rows .* it must be at least 2"),
+  (CHUNK | lengths(9, 6) | total(8), {}, r"seqlens_k\[0\] is 8; with total_sequence_length=8 it must be at most 7"),
 ]
 
 
-@pytest.mark.parametrize(("more", "attributes", "message"), GROUPED)
+@pytest.mark.parametrize(("more", "attributes", "message"), GROUPED + BY_BOTH)
 def test_group_query_attention_refuses(more: dict[str, Any], attributes: dict[str, Any], message: str) -> None:
   given = DECODE | more
   names = [*Inputs.__dataclass_fields__, "more"]
   inputs = [None if given.get(name) is None else Tensor(given[name]) for name in names]
   with pytest.raises((NotImplementedError, TypeError, ValueError), match=f"^GroupQueryAttention: {message}"):
-    group_query_attention(lambda: "auto")(*inputs, **{"num_heads": H, "kv_num_heads": HKV} | attributes)
+    group_query_attention(*inputs, **{"num_heads": H, "kv_num_heads": HKV} | attributes)
+
+
+def test_onnxruntime_refuses_them_too() -> None:
+  for more, attributes, _ in BY_BOTH:
+    inputs = {name: x for name, x in (DECODE | more).items() if x is not None}
+    model = contrib("GroupQueryAttention", inputs, 3, num_heads=H, kv_num_heads=HKV, **attributes)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    with pytest.raises(Exception, match="GroupQueryAttention"):
+      session.run(None, inputs)
 
 
 @pytest.mark.parametrize(("heads", "message"), [((-1, 2), "q_num_heads is -1"), ((4, 5), "kv_num_heads is 5")])
 def test_attention_refuses_numbers_of_heads(heads: tuple[int, int], message: str) -> None:
   with pytest.raises(ValueError, match=f"^Attention: {message}; it must "):
-    attention(lambda: "auto")(*(Tensor.zeros(1, 3, 8) for _ in "qkv"), q_num_heads=heads[0], kv_num_heads=heads[1])
+    attention(*(Tensor.zeros(1, 3, 8) for _ in "qkv"), q_num_heads=heads[0], kv_num_heads=heads[1])
+
+
+def test_attention_refuses_what_it_does_not_know() -> None:
+  x = Tensor.zeros(1, 2, 4, 8)
+  cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ((), {"of_tomorrow": 0}, NotImplementedError, "of_tomorrow=0 is not supported"),
+    ((None,) * 4 + (x,), {}, NotImplementedError, "a further input is not supported"),
+    (
+      (Tensor.zeros(4, 6),),
+      {},
+      ValueError,
+      r"attn_mask has shape \(4, 6\); its last size must be at most 4, the number",
+    ),
+  ]
+  for inputs, attributes, error, message in cases:
+    with pytest.raises(error, match=f"^Attention: {message}"):
+      attention(x, x, x, *inputs, **attributes)

@@ -109,6 +109,18 @@ def test_what_no_kernel_serves_is_tinygrads_own(case: str) -> None:
   assert got.uop is OWN(*UNSERVED[case]).uop
 
 
+def test_masks_of_more_axes_or_batches() -> None:
+  """The output has the axes and batches that tinygrad's has, whether a mask is recognised as causal or not."""
+  q, wide = Tensor.ones(2, 4, 8), Tensor.ones(1, 2, 4, 8)
+  for x, shape in ((q, (1, 1, 4, 4)), (q, (3, 1, 4, 4)), (q[0], (2, 4, 4)), (wide, (2, 1, 4, 4)), (wide, (1, 2, 4, 4))):
+    for mask in (Tensor.full(shape, -inf).triu(1), Tensor.zeros(*shape)):
+      with uopattn.patch(log=False):
+        got = x.scaled_dot_product_attention(x, x, mask)
+      assert got.shape == OWN(x, x, x, mask).shape
+  with uopattn.patch(backend="kernel"):
+    assert q.scaled_dot_product_attention(q, q, lower_right(4, 4)).shape == (1, 2, 4, 8)
+
+
 WRONG: dict[str, tuple[Any, ...]] = {
   "causal and a mask": (*(zeros(2, 4, 8) for _ in "qkv"), zeros(4, 4), 0.0, True),
   "heads": (zeros(1, 5, 4, 8), zeros(1, 2, 4, 8), zeros(1, 2, 4, 8), None, 0.0, False, True),

@@ -94,5 +94,6 @@ def test_importing_the_package_loads_neither_kernels_of_a_device_nor_what_measur
   loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
   kernels = {x for x in loaded if x.startswith("uopattn.kernels.")}
   assert kernels == {f"uopattn.kernels.{x}" for x in SHARED}
+  assert "uopattn.mods" in loaded  # `uopattn.mods.alibi` needs no import of its own
   others = "numpy", "uopattn.measure", "uopattn.proof", "tinygrad.runtime.ops_cpu"
   assert [x for x in loaded if x.startswith(others)] == []

@@ -1,24 +1,30 @@
 """`append_paged`: new keys and values, written into the pages of a KV cache."""
 
-from typing import Any, Unpack, overload
+from typing import Any, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import DType
-from tinygrad.engine.realize import capturing
 
 from uopattn.api.four_bit_pages import bytes_of, check_rows, format_of, row_scales
 from uopattn.api.norm_rope import NewQueries, NormRopeOptions
-from uopattn.api.paged import at_hand, check_table, numbers_at_hand, table_of_ints
+from uopattn.api.paged import check_ids, check_table, table_of_ints
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
 from uopattn.kernels.append import PagedRows
 from uopattn.plan.append import append_call, is_memory, is_same_memory
-from uopattn.spec.arguments import Sizes, as_scale, check_place, check_scale, check_tensor_of, of_heads
+from uopattn.plan.launch import empty
+from uopattn.spec.arguments import Sizes, as_scale, check_place, check_scale, of_heads
 from uopattn.spec.layout import base_of
-from uopattn.spec.shards import joined, shard_of, sharded_axis
-from uopattn.spec.tensors import check_device, check_tensor, dtype_name, near, placed
+from uopattn.spec.shards import Devices, joined, shard_of, sharded_axis
+from uopattn.spec.tensors import (
+  check_device,
+  check_dtype,
+  check_ints,
+  check_tensor,
+  clamped,
+  numbers_at_hand,
+  placed,
+)
 
 
 @overload
@@ -141,29 +147,34 @@ def append_paged(
   k, v, table, start, lengths = _placed(k, v, k_pages, v_pages, page_table, start, lengths, four)
   scales, held = _head_scales(k_scale, v_scale, k, k_pages) if four is None else [], [k_pages, v_pages]
   held += () if four is None else row_scales(four, k_pages, k_scale, v_scale)
-  M, (P, _, page_size, _) = sizes(k)[2], sizes(k_pages)
+  (B, _, M, _), (P, _, page_size, _) = sizes(k), sizes(k_pages)
   place = PagedRows(P, page_size, sizes(table)[1])
   new = NewQueries.of("append_paged", q, k, "k_pages", options)
-  _check_values(table, start, lengths, M, place, new.limit(FAR, "")[0])
-  if 0 in (*sizes(k), place.count, place.entries):
+  _check_values(table, start, lengths, M, place, new.positions)
+  has_pages = 0 not in (place.count, place.entries)
+  if 0 in sizes(k) or (new.q is None and not has_pages):
     return new.q
   axis = sharded_axis("k_pages", k_pages) if isinstance(k_pages.device, tuple) else None
   memory, rows = ([shard_of(x, axis) for x in xs] for xs in (held, (k, v)))
-  _check_memory(memory, axis)
+  if has_pages:
+    _check_memory(memory, axis)
+  else:  # a page that no id names stands in for the memory that a kernel needs, to change the queries
+    memory = [empty((1, *sizes(x)[1:]), x.dtype, cast(Devices, x.device)) for x in memory]
+    place, table = PagedRows(1, page_size, 1), Tensor.ones(B, 1, dtype=dtypes.int, device=k.device)
   call, q = append_call(
     memory[:2],
     rows,
-    _whole(near(start)),
+    _whole(clamped(start)),
     place,
     row_scales=memory[2:],
-    tables=[_whole(table_of_ints(table, P))],
-    lengths=_whole(near(lengths)),
+    tables=[_whole(table_of_ints(table, place.count))],
+    lengths=_whole(clamped(lengths)),
     head_scales=[shard_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
     four=four,
     q=None if new.q is None else shard_of(new.q, axis),
     norm_rope=new.change,
   )
-  for x, shard in zip(held, memory, strict=True):
+  for x, shard in zip(held, memory, strict=True) if has_pages else ():
     base = base_of(shard.uop)
     written = shard.uop.substitute({base: base.after(call)}, walk=True)
     x.replace(Tensor(written if axis is None else written.unshard(axis)))
@@ -172,11 +183,12 @@ def append_paged(
 
 def _check_memory(shards: list[Tensor], axis: int | None) -> None:
   """Raise ValueError unless a kernel can write to the pages, and to the scales of their rows if there are any."""
-  names, whole = ("k_pages", "v_pages", "k_scale", "v_scale"), "on several devices whole or sharded by heads"
+  names = "k_pages", "v_pages", "k_scale", "v_scale"
   for i, (name, x) in enumerate(zip(names, shards, strict=False)):
     if not is_memory(x) or axis not in (1, None) or (i >= 2 and base_of(x.uop) is not x.uop):
       accepted = "a realized Tensor or a strided view of one" if i < 2 else "a realized Tensor, and no view"
-      raise ValueError(f"{name} is no memory to write to; it must be {accepted}, {whole}")
+      accepted += "; on several devices, whole or sharded by heads"
+      raise ValueError(f"{name} cannot be written to; it must be {accepted}")
   for i, (name, x) in enumerate(zip(names, shards, strict=False)):
     for other, y in zip(names, shards[:i], strict=False):
       if is_same_memory(x, y):
@@ -204,7 +216,7 @@ def _placed(
       axes = "(P, Hkv, page_size, D)" if name.endswith("pages") else "(B, Hkv, M, D)"
       raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, {axes}")
   (B, Hkv, M, Dk), (P, _, page_size, _), Dv = sizes(k), sizes(k_pages), sizes(v)[3]
-  columns = [D if four is None else bytes_of(name, D, four) for name, D in (("k", Dk), ("v", Dv))]
+  columns = [D if four is None else bytes_of(f"{name} has head size", D, four) for name, D in (("k", Dk), ("v", Dv))]
   if page_size == 0 or k_pages.shape != (P, Hkv, page_size, columns[0]):
     accepted = f"(P, {Hkv}, page_size, {columns[0]})"
     raise ValueError(f"k_pages has shape {k_pages.shape}; for k {k.shape} it must be {accepted}")
@@ -215,11 +227,11 @@ def _placed(
     if four is not None:
       check_rows(name, x, four)
     else:
-      _check_dtype(name, x, DTYPES if name == "k_pages" else (k_pages.dtype,))
+      check_dtype(name, x.dtype, DTYPES if name == "k_pages" else (k_pages.dtype,))
   rounded = four is not None or k_pages.dtype in DTYPES_8
   k, v = (placed(x, k_pages.device, dtypes.default_float if rounded else k_pages.dtype) for x in (k, v))
-  _check_dtype("k", k, (*((k_pages.dtype,) if four is None else ()), *(DTYPES_16_32 if rounded else ())))
-  _check_dtype("v", v, (k.dtype,))
+  check_dtype("k", k.dtype, (*((k_pages.dtype,) if four is None else ()), *(DTYPES_16_32 if rounded else ())))
+  check_dtype("v", v.dtype, (k.dtype,))
   page_table, start, lengths = placed((page_table, start, lengths), k_pages.device)
   others = {"k": k, "v": v, "v_pages": v_pages, "start": start, "lengths": lengths}
   for name, other in others.items():
@@ -228,13 +240,8 @@ def _placed(
   check_table(page_table, B, k.device)
   check_place("start", start, B)
   if lengths is not None:
-    check_tensor_of("lengths", lengths, (B,), dtypes.ints, "an integer dtype")
+    check_ints("lengths", lengths, (B,))
   return k, v, page_table, start, lengths
-
-
-def _check_dtype(name: str, x: Tensor, accepted: tuple[DType, ...]) -> None:
-  if x.dtype not in accepted:
-    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
 
 
 def _head_scales(k_scale: Any, v_scale: Any, k: Tensor, k_pages: Tensor) -> list[Tensor]:
@@ -265,13 +272,9 @@ def _check_values(
     ValueError: a number is out of its range.
   """
   B, most = sizes(table)[0], place.entries * place.size
-  if capturing or (starts := numbers_at_hand(start, B)) is None:
+  starts, counts = numbers_at_hand(start, B), [M] * B if lengths is None else numbers_at_hand(lengths, B)
+  if starts is None or counts is None:
     return
-  lengths_at_hand = None if lengths is None else at_hand(lengths)
-  if lengths is not None and lengths_at_hand is None:
-    return
-  counts = [M] * B if lengths_at_hand is None else lengths_at_hand.tolist()
-  entries = at_hand(table)
   for b, (first, count) in enumerate(zip(starts, counts, strict=True)):
     if not 0 <= count <= M:
       raise ValueError(f"lengths is {count} for sequence {b}; it must be from 0 to {M}, the number of keys in k")
@@ -285,11 +288,5 @@ def _check_values(
         raise ValueError(
           f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {limit - count}, as {room}"
         )
-    if entries is None:
-      continue
-    for j in range(first // place.size, -(-(first + count) // place.size) if count else 0):
-      if not 0 <= entries[b, j] < place.count:
-        raise ValueError(
-          f"page_table[{b}, {j}] is {entries[b, j]}; it must be from 0 to {place.count - 1}, as k_pages has "
-          f"{place.count} pages, for sequence {b} gets keys {first} to {first + count - 1} in pages of {place.size}"
-        )
+  keys = [range(first, first + count) for first, count in zip(starts, counts, strict=True)]
+  check_ids(table, keys, place.count, place.size, "gets")

@@ -14,10 +14,10 @@ from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.division import Division, division_of, run
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
-from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout
+from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout, check_flag
 from uopattn.spec.layout import distinct_heads
 from uopattn.spec.spec import AttentionSpec, make_spec
-from uopattn.spec.tensors import described, operands, promoted
+from uopattn.spec.tensors import described, operands, plain, promoted
 
 scaled_dot_product_attention = Tensor.scaled_dot_product_attention  # tinygrad's, as it was before `patch` replaced it
 BACKENDS = ("auto", "kernel", "reference")
@@ -79,8 +79,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
   """Compute softmax(scale * q k^T) v without storing the scores.
 
-  The score of query i and key j is scale * q[i].k[j], then softcap * tanh(score / softcap), then score_mod, then
-  plus an additive attn_mask. Query i has position i + q_start. A row that sees no key gives 0, a log-sum-exp of -inf,
+  The score of query i and key j is scale * q[i].k[j], then softcap * tanh(score / softcap), then score_mod, then an
+  additive attn_mask is added. Query i has position i + q_start. A row that sees no key gives 0, a log-sum-exp of -inf,
   or of its sink where there are sinks, and no gradient. Keys and values at or beyond kv_lengths are never read.
   emulator_tests/README.md lists what other hidden keys may hold, under "What hidden keys may hold". B, Hq, M and N may
   be 0: results are then empty or those of rows that see no key, and gradients are 0.
@@ -117,11 +117,12 @@ def attention(
     softcap: bounds the scores smoothly to (-softcap, softcap).
     q_start: int, bound Variable, an expression of Variables (start + 1), or (B,) Tensor of any integer dtype. 0 aligns
       causal masks upper left, N - M lower right.
-    kv_lengths: accepts the types of q_start; key j of batch b is seen iff j < kv_lengths[b]. None is N.
+    kv_lengths: accepts the types of q_start; key j of batch b is seen iff j < kv_lengths[b] and j < N. None is N.
     sinks: (Hq,) logits; each joins the sum of exponentials of its head's rows, without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score. It is called with symbols: write x.where(a, b), &, | and ~
       for if, and, or and not; abs(x) works, max(x, y) is x.maximum(y), math.exp(x) is x.exp().
-    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, written like score_mod; False hides the key.
+    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, written like score_mod; False hides the key. For both, q_idx counts
+      the queries from 0, whatever q_start is; `uopattn.mods` shows how to add that.
     aux: Tensors that score_mod and mask_mod index, with one integer per axis, and with 0 where there is no axis.
       Indices out of bounds, negative ones included, read 0 (False) and have no gradient.
     block_mask: a mask_mod with its own aux, and the number of visible pairs in each block, which lets kernels skip
@@ -138,7 +139,8 @@ def attention(
       accepts, such as integers, it leaves to that. Each fallback is logged once per reason.
 
   Returns:
-    (..., Hq, M, Dv), or (M, Dv), in the dtype of q and v; with return_lse a pair.
+    (..., Hq, M, Dv), or (M, Dv), in the dtype of q and v, with as many axes as the q, k, v or attn_mask that has the
+    most; with return_lse a pair.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
@@ -160,7 +162,6 @@ def attention(
   """
   backend, own = options.pop("backend", "auto"), {"dropout_p": dropout_p, "is_causal": is_causal}
   arguments = Arguments.of("attention", AttentionOptions, options, attn_mask=attn_mask, return_lse=return_lse, **own)
-  check_backend(backend)
   try:
     call = Call.of(q, k, v, arguments)
   except (TypeError, ValueError) as refusal:
@@ -172,7 +173,6 @@ def attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
   """Check all arguments and run the backend, for the functions built on `attention`."""
-  check_backend(backend)
   return Call.of(q, k, v, arguments).by(backend)
 
 
@@ -185,12 +185,16 @@ def check_backend(backend: str, accepted: tuple[str, ...] = BACKENDS) -> None:
 def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: Exception) -> Tensor:
   """Return tinygrad's own attention for arguments that uopattn refused, and log the reason once.
 
-  Examples are integers, and masks with batches that q, k and v lack.
+  Examples are integers, and masks with batches that q, k and v lack: Tensors of dtypes and shapes that only tinygrad's
+  takes. Flags and the probability of dropout must be what uopattn accepts.
 
   Raises:
     Exception: the refusal, if tinygrad refuses these arguments too or does not have all of them.
   """
-  kwargs = {name: getattr(arguments, name) for name in TINYGRADS}
+  check_flag("is_causal", arguments.is_causal)
+  check_flag("enable_gqa", arguments.enable_gqa)
+  check_dropout("dropout_p", arguments.dropout_p)
+  kwargs = {name: plain(getattr(arguments, name)) for name in TINYGRADS}
   others = (x for x in arguments.active if x[0] not in TINYGRADS)
   beyond = [name for name, declared, value in others if value is not declared.default]
   tensors = [x for x in (q, k, v, kwargs["attn_mask"]) if isinstance(x, Tensor)]
@@ -254,7 +258,8 @@ class Call:
     return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, division)
 
   def by(self, backend: str) -> Any:
-    """Return the output, or with return_lse the output and the LSE."""
+    """Return the output, or with return_lse the output and the LSE. Raises ValueError if the backend is unknown."""
+    check_backend(backend)
     launch = None
     if backend != "reference":
       try:

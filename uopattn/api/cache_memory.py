@@ -5,12 +5,10 @@ from typing import Any, Generic, Self, TypeVar, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.engine.realize import capturing
 
+from uopattn.api.four_bit_pages import bytes_of
 from uopattn.api.norm_rope import NewQueries
-from uopattn.api.paged import at_hand
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.four_bits import GROUP, columns_in
 from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import Place
@@ -18,17 +16,28 @@ from uopattn.plan.append import append_call, is_memory
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
 from uopattn.spec.shards import Devices, joined, shard_of
-from uopattn.spec.tensors import check_device, check_int, check_size, check_tensor, dtype_name, near, placed
+from uopattn.spec.tensors import (
+  at_hand,
+  check_device,
+  check_dtype,
+  check_int,
+  check_size,
+  check_tensor,
+  clamped,
+  dtype_name,
+  placed,
+)
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Written:
-  """What a cache holds in the trace of a `tinygrad.function` that writes to it; afterwards the function's call does.
+  """What a cache holds while a `tinygrad.function` that writes to it is traced.
 
-  tinygrad takes Tensors for inputs of a function, or of a TinyJit, that it finds in `__dict__`. These must not be: so
-  they are in slots, and what a cache held before is in its own `__dict__`.
+  After the trace, the call of the function does the writing. tinygrad takes Tensors for inputs of a function, or of a
+  TinyJit, that it finds in `__dict__`. These must not be: so they are in slots, and what a cache held before is in its
+  own `__dict__`.
 
   Attributes:
     traces: the functions being traced; () if there is nothing.
@@ -105,9 +114,8 @@ class CacheMemory:
     axis: int | None,
   ):
     """Allocate the memory, filled with 0; see `KVCache`. Raises TypeError or ValueError if an argument does not fit."""
-    Dv = Dk if Dv is None else Dv
-    for name, size in (("B", B), ("Hkv", Hkv), ("Dk", Dk), ("Dv", Dv)):
-      check_size(name, size, 0 if name == "B" else 1)
+    named = {"B": B, "Hkv": Hkv, "Dk": Dk, "Dv": Dk if Dv is None else Dv}
+    B, Hkv, Dk, Dv = (check_size(name, size, 0 if name == "B" else 1) for name, size in named.items())
     accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
     self._four = FORMATS.get(dtype) if isinstance(dtype, str) else None
     if self._four is None and dtype not in accepted:
@@ -115,22 +123,12 @@ class CacheMemory:
       raise TypeError(
         f"dtype is {repr(dtype) if isinstance(dtype, str) else dtype_name(dtype)}; accepted are {', '.join(names)}"
       )
-    for name, size in (("Dk", Dk), ("Dv", Dv)) if self._four is not None else ():
-      if size % GROUP:
-        raise ValueError(
-          f"{name} is {size}; in {dtype} it must be a multiple of {GROUP}, as {GROUP} elements share a scale"
-        )
-    stored = dtypes.uint8 if isinstance(dtype, str) else dtype
     self._sizes = (Dk, Dv)
-
+    columns = (Dk, Dv) if self._four is None else (bytes_of("Dk is", Dk, self._four), bytes_of("Dv is", Dv, self._four))
+    stored = dtypes.uint8 if isinstance(dtype, str) else dtype
+    device = tuple(device) if isinstance(device, list) else device
     if axis is not None:
-      check_int("axis", axis)
-    devices = len(device) if isinstance(device, tuple) else 1
-    if axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % devices):
-      raise ValueError(
-        f"axis is {axis} for B={B} and Hkv={Hkv} on {devices} device{'s' * (devices > 1)}; it must be 0, 1 or None, "
-        "and the devices must divide that size"
-      )
+      _check_axis(check_int("axis", axis), device, B, Hkv)
 
     def zeros(*shape: int, dtype: DType) -> Tensor:
       if not isinstance(device, tuple):
@@ -138,7 +136,6 @@ class CacheMemory:
       own = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
       return joined(Tensor.zeros(*own, dtype=dtype, device=device).contiguous(), axis).realize()
 
-    columns = (Dk, Dv) if self._four is None else (columns_in(Dk), columns_in(Dv))
     self._written = Written()
     self.k, self.v = (zeros(B, Hkv, rows, D, dtype=stored) for D in columns)
     self.k_scale = self.v_scale = None
@@ -153,12 +150,24 @@ class CacheMemory:
       B, Hkv, *_ = sizes(held)
       if x.shape != (B, Hkv, M, D):
         raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M the same of k and v")
-      if x.dtype not in (accepted := DTYPES_16_32 if self._quantized else (held.dtype,)):
-        mismatch = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(self._four or held.dtype)}"
-        raise TypeError(f"{mismatch}; accepted are {', '.join(map(dtype_name, accepted))}")
+      self._check_dtype(name, x, (held.dtype,))
       if x.device != held.device:
         raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
     return k, v
+
+  def _queries(self, q: Tensor) -> Tensor:
+    """Return queries on the memory's device. Raises TypeError or ValueError if they do not fit it."""
+    q = placed(check_tensor("q", q), self._device, self._weak)
+    (B, Hkv, *_), Dk = sizes(self.k), self._sizes[0]
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (B, Dk) or sizes(q)[1] % Hkv:
+      raise ValueError(f"q has shape {q.shape}; it must be ({B}, Hq, M, {Dk}), Hq a multiple of {Hkv}")
+    self._check_dtype("q", q, tuple(dict.fromkeys((self.k.dtype, dtypes.float32))))
+    return q
+
+  def _check_dtype(self, name: str, x: Tensor, accepted: tuple[DType, ...]) -> None:
+    """Raise TypeError unless x has a dtype for a cache of 8 or 4 bits, or one that is accepted for any other."""
+    stored = dtype_name(self._four or self.k.dtype)
+    check_dtype(name, x.dtype, DTYPES_16_32 if self._quantized else accepted, f", the cache has {stored}")
 
   @property
   def _device(self) -> Devices:
@@ -178,11 +187,11 @@ class CacheMemory:
   def _scales(self) -> tuple[Tensor, Tensor] | None:
     return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
 
-  def _start(self, start: int | UOp | Tensor, M: int, N_max: int, of: str = "the cache's") -> int | UOp | Tensor:
+  def _start(self, start: int | UOp | Tensor, M: int, N_max: int, of: str = "in a cache") -> int | UOp | Tensor:
     """Return `start`, a Tensor as int32 on the cache's device.
 
     Args:
-      of: whose number of positions N_max is.
+      of: what has N_max positions, for messages.
 
     Raises:
       TypeError: it is of a wrong type.
@@ -190,16 +199,16 @@ class CacheMemory:
     """
     start = placed(start, self._device)
     if N_max < M:
-      raise ValueError(f"k and v have {M} rows; they must have at most {N_max}, {of} number of positions")
-    accepted = f"for {M} of {of} {N_max} positions it must be from 0 to {N_max - M}"
+      raise ValueError(f"there are {M} rows; {of} of {N_max} positions there must be at most {N_max}")
+    accepted = f"for {M} rows {of} of {N_max} positions it must be from 0 to {N_max - M}"
     self._check_place("start", start, N_max - M, accepted)
     if not isinstance(start, Tensor):
       return start
     check_device("start", start, self._device, "the cache")
-    for b, first in enumerate([] if capturing or (values := at_hand(start)) is None else values.tolist()):
+    for b, first in enumerate([] if (values := at_hand(start)) is None else values.tolist()):
       if first < 0 or first + M > N_max:
         raise ValueError(f"start is {first} for sequence {b}; {accepted}")
-    return cast(Tensor, near(start))
+    return cast(Tensor, clamped(start))
 
   def _check_place(self, name: str, x: object, most: int, accepted: str) -> None:
     """Check a position or a number of keys, of a Tensor its type alone.
@@ -241,7 +250,9 @@ class CacheMemory:
     held, rows, scales = ([shard_of(x, axis) for x in xs] for xs in ((self.k, self.v), (k, v), self._scales or ()))
     for name, x in zip(("k", "v", "k_scale", "v_scale"), (*held, *scales), strict=False):
       if not is_memory(x):
-        raise ValueError(f"{name} of the cache is no memory to write to; assign x.contiguous().realize() to it, not x")
+        raise ValueError(
+          f"the cache's {name} is not a buffer that can be written to; assign x.contiguous().realize() instead of x"
+        )
     start = shard_of(start, of_sequence) if isinstance(start, Tensor) else start
     lengths = None if lengths is None else shard_of(lengths, of_sequence)
     q = None if new.q is None else shard_of(new.q, axis)
@@ -254,3 +265,12 @@ class CacheMemory:
     if scales:
       self.k_scale, self.v_scale = written[2:]
     return None if q is None else joined(q, axis)
+
+
+def _check_axis(axis: int, device: Devices | None, B: int, Hkv: int) -> None:
+  """Raise ValueError unless several devices can divide a cache along the axis."""
+  if not isinstance(device, tuple):
+    raise ValueError(f"axis is {axis} and device {device!r}; axis is for a tuple of devices, which divide the cache")
+  if axis not in (0, 1) or (B, Hkv)[axis] % len(device):
+    of = f"for B={B} and Hkv={Hkv} on {len(device)} device{'s' * (len(device) > 1)}"
+    raise ValueError(f"axis is {axis} {of}; it must be 0, 1 or None, and the devices must divide that size")

@@ -12,7 +12,7 @@ from uopattn.plan.target import target_of
 from uopattn.runtime.device import kind_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
-from uopattn.spec.tensors import batched, check_dimensions, described, dtype_name, near
+from uopattn.spec.tensors import batched, check_dimensions, check_int, described, dtype_name
 
 
 def flash(
@@ -75,7 +75,7 @@ def flash(
   options = Arguments(
     is_causal=causal,
     scale=scale,
-    q_start=near(q_start),
+    q_start=check_int("q_start", q_start),
     enable_gqa=enable_gqa,
     window=window,
     softcap=softcap,
@@ -83,7 +83,7 @@ def flash(
     mask_mod=mask_mod,
     aux=tuple(map(Tensor, aux)),
     return_lse=lse is not None,
-  )
+  ).settled(None)
   for name, x in (("q", q), ("k", k)):
     if 0 in x.shape:  # tinygrad cannot give a kernel an empty buffer
       raise ValueError(f"{name} has shape {x.shape}; in a Tensor.custom_kernel call every size must be at least 1")

@@ -19,7 +19,7 @@ def format_of(kv_dtype: object, k_pages: Tensor) -> FourBits | None:
   accepted = ", ".join(map(repr, FORMATS))
   if kv_dtype is None:
     if k_pages.dtype == dtypes.uint8:
-      raise TypeError(f"k_pages has dtype uchar, which kv_dtype must name the format of; accepted are {accepted}")
+      raise TypeError(f"k_pages has dtype uchar; kv_dtype must name its format; accepted are {accepted}")
     return None
   if not isinstance(kv_dtype, str):
     raise TypeError(f"kv_dtype is {described(kv_dtype)}; accepted are None, {accepted}")
@@ -29,7 +29,7 @@ def format_of(kv_dtype: object, k_pages: Tensor) -> FourBits | None:
 
 
 def in_format(arguments: Arguments, four: FourBits | None, k_pages: Tensor, v_pages: Tensor, Dk: int) -> Arguments:
-  """Return the arguments of attention over pages, in 4 bits with the scales of rows where those of heads are otherwise.
+  """Return the arguments; for pages of 4 bits, k_scale and v_scale become the scales of rows.
 
   Args:
     arguments: with k_scale and v_scale as they were given.
@@ -43,9 +43,9 @@ def in_format(arguments: Arguments, four: FourBits | None, k_pages: Tensor, v_pa
     return arguments
   check_rows("k_pages", k_pages, four)
   check_rows("v_pages", v_pages, four)
-  near = sizes(v_pages)[3] * 16 // 9 // GROUP * GROUP  # 16 elements take 9 bytes, and padding
-  _check_columns("k_pages", k_pages, four, {Dk: bytes_of("q", Dk, four)})
-  _check_columns("v_pages", v_pages, four, {D: columns_in(D) for D in (near, near + GROUP) if D})
+  Dv = sizes(v_pages)[3] * 16 // 9 // GROUP * GROUP  # or less: 16 elements take 9 bytes, and padding
+  _check_columns("k_pages", k_pages, four, {Dk: bytes_of("q has head size", Dk, four)})
+  _check_columns("v_pages", v_pages, four, {D: columns_in(D) for D in (Dv, Dv + GROUP) if D})
   scales = row_scales(four, k_pages, arguments.k_scale, arguments.v_scale)
   return replace(arguments, four=four, scales=scales, k_scale=None, v_scale=None)
 
@@ -57,10 +57,14 @@ def _check_columns(name: str, x: Tensor, four: FourBits, accepted: dict[int, int
     raise ValueError(f"{name} has shape {x.shape}; in {four.name} a row has {some}")
 
 
-def bytes_of(name: str, D: int, four: FourBits) -> int:
-  """Return the bytes of a row of D elements. Raises ValueError, with a Tensor's name, if these are no whole groups."""
+def bytes_of(what: str, D: int, four: FourBits) -> int:
+  """Return the bytes of a row of D elements. Raises ValueError if these are no whole groups.
+
+  Args:
+    what: what has this size, for the message, such as "Dk is".
+  """
   if D % GROUP:
-    raise ValueError(f"{name} has head size {D}; in {four.name} it must be a multiple of {GROUP}")
+    raise ValueError(f"{what} {D}; in {four.name} it must be a multiple of {GROUP}")
   return columns_in(D)
 
 

@@ -12,7 +12,7 @@ from uopattn.dsl import sizes
 from uopattn.kernels.append import Rows
 from uopattn.spec.arguments import Arguments, CacheOptions
 from uopattn.spec.shards import Devices
-from uopattn.spec.tensors import batched, check_size, check_tensor, placed
+from uopattn.spec.tensors import check_size, placed
 
 
 class KVCache(CacheMemory):
@@ -86,7 +86,8 @@ class KVCache(CacheMemory):
       Dv: head size of values; None is Dk.
       dtype: float32, float16 or bfloat16, or with scales int8, fp8e4m3 or fp8e5m2, or "int4" or "nvfp4".
       device: None is tinygrad's default. Several devices, ("CUDA", "CUDA:1"), divide the cache along `axis`.
-      axis: 0 for sequences, 1 for key heads, as in `Tensor.shard`; None keeps all of the cache on every device.
+      axis: of several devices: 0 for sequences, 1 for key heads, as in `Tensor.shard`; None keeps all of the cache on
+        every device.
 
     Raises:
       TypeError, ValueError: an argument does not fit.
@@ -98,8 +99,7 @@ class KVCache(CacheMemory):
       >>> cache.k.shape, cache.k_scale.shape
       ((1, 8, 1000, 64), (1, 8, 1000))
     """
-    check_size("N_max", N_max, 0)
-    super().__init__(B, Hkv, N_max, Dk, Dv, dtype, device, axis)
+    super().__init__(B, Hkv, check_size("N_max", N_max, 0), Dk, Dv, dtype, device, axis)
 
   @overload
   def append(
@@ -185,7 +185,7 @@ class KVCache(CacheMemory):
     """
     k, v = self._rows(k, v)
     N_max, new = sizes(self.k)[2], NewQueries.of("KVCache.append", q, k, "the cache", options)
-    start = self._start(start, sizes(k)[2], *new.limit(N_max, "the cache's"))
+    start = self._start(start, sizes(k)[2], *new.limit(N_max, "in a cache"))
     return self._write(k, v, start, Rows(N_max), new)
 
   @overload
@@ -231,14 +231,16 @@ class KVCache(CacheMemory):
     Equals `attention(q, cache.k, cache.v, is_causal=True, q_start=start, kv_lengths=start + M, enable_gqa=True)`.
 
     Args:
-      q: (B, Hq, M, Dk), in a dtype that `append` accepts; Hq is a multiple of Hkv, or equal if enable_gqa is False.
+      q: (B, Hq, M, Dk), in the cache's dtype or float32, for a cache of 8 or 4 bits also float16 or bfloat16; Hq is a
+        multiple of Hkv, or equal if enable_gqa is False.
       start: as in `append`. In a Tensor that could not be checked, positions may lie outside the cache: a query behind
         it sees all keys, and one before it sees none and gives 0.
       is_causal: no query sees keys after its own position.
       kv_lengths: the number of keys of each sequence, from 0 to N_max, in the forms of `start`; None is start + M. A
         Tensor is not read back: fewer keys than 0 are none, and more than N_max are N_max.
       attn_mask, dropout_p, scale, enable_gqa, window, softcap, sinks, score_mod, mask_mod, aux, block_mask, return_lse,
-        backend: as in `uopattn.attention`; scores are (B, Hq, M, N_max).
+        backend: as in `uopattn.attention`; scores are (B, Hq, M, N_max), and score_mod and mask_mod count the queries
+        of the call from 0, so that they need `start` in aux to know positions, see `uopattn.mods`.
 
     Returns:
       (B, Hq, M, Dv) in q's dtype; with return_lse a pair.
@@ -256,10 +258,10 @@ class KVCache(CacheMemory):
       >>> cache.attend(Tensor.randn(1, 8, 5, 16), 0, window=(3, 0)).realize().shape
       (1, 8, 5, 16)
     """
-    q = placed(check_tensor("q", q), self._device, self._weak)
-    M, N_max = sizes(batched("q", q))[2], sizes(self.k)[2]
+    q, N_max = self._queries(q), sizes(self.k)[2]
+    M = sizes(q)[2]
     start = self._start(start, M, N_max)
-    backend, lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
+    backend, lengths = options.pop("backend", "auto"), placed(options.pop("kv_lengths", None), self._device)
     lengths = start + M if lengths is None else lengths
     self._check_place("kv_lengths", lengths, N_max, f"it must be from 0 to {N_max}, the positions of the cache")
     own = {

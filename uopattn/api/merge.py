@@ -6,7 +6,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn.dsl.schedule import DTYPES
 from uopattn.plan.reference import merged_states
-from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, operands, placed
+from uopattn.spec.tensors import check_device, check_dtype, check_tensor, described, dtype_name, operands, placed
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -48,13 +48,13 @@ def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[T
     if not isinstance(xs, (list, tuple)):
       raise TypeError(f"{name} is {described(xs)}; it must be a list or tuple of Tensors")
   if not outs or len(outs) != len(lses):
-    raise ValueError(f"outs has {len(outs)} parts, lses {len(lses)}; there must be as many of both, at least one")
+    mismatch = f"outs has {len(outs)} parts and lses {len(lses)}"
+    raise ValueError(f"{mismatch}; both must have the same number, at least one")
   outs = operands((), **{f"outs[{i}]": x for i, x in enumerate(outs)})
   device = outs[0].device
   lses = [placed(check_tensor(f"lses[{i}]", x), device) for i, x in enumerate(lses)]
   shape, dtype = outs[0].shape, outs[0].dtype
-  if dtype not in DTYPES:
-    raise TypeError(f"outs[0] has dtype {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
+  check_dtype("outs[0]", dtype, DTYPES)
   for name, parts, want, wanted in (("outs", outs, shape, dtype), ("lses", lses, shape[:-1], dtypes.float32)):
     for i, x in enumerate(parts):
       if x.shape != want:

@@ -6,10 +6,19 @@ from typing import Any, TypedDict
 from tinygrad import Tensor
 
 from uopattn.dsl import sizes
+from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.plan.norm_rope import NormRopeTensors
 from uopattn.spec.arguments import number
-from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, placed
+from uopattn.spec.tensors import (
+  check_device,
+  check_dtype,
+  check_keywords,
+  check_tensor,
+  described,
+  dtype_name,
+  placed,
+)
 
 TENSORS = ("rotary_cos", "rotary_sin", "q_norm_weight", "k_norm_weight")
 
@@ -50,9 +59,7 @@ class NewQueries:
     Raises:
       TypeError, ValueError: an argument does not fit.
     """
-    if unknown := [name for name in options if name not in NormRopeOptions.__annotations__]:
-      names = ", ".join(sorted(NormRopeOptions.__annotations__))
-      raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; accepted are {names}")
+    check_keywords(function, options, NormRopeOptions)
     kwargs = {name: x for name, x in options.items() if x is not None}
     for name in TENSORS:
       if name in kwargs:
@@ -61,7 +68,7 @@ class NewQueries:
     weights = kwargs.get("q_norm_weight"), kwargs.get("k_norm_weight")
     eps = _eps(kwargs, k)
     if "q_norm_weight" in kwargs and q is None:
-      raise ValueError("q_norm_weight is given without q, which it is for")
+      raise ValueError("q_norm_weight is given without q")
     if q is not None:
       q = _queries(q, k, of)
       if not rotary and weights[0] is None:
@@ -73,16 +80,19 @@ class NewQueries:
       raise TypeError(f"k has dtype {dtype_name(k.dtype)}; to be rotated or normalized it must have one of {accepted}")
     return cls(q, NormRopeTensors(rotary, interleaved, weights, eps))
 
+  @property
+  def positions(self) -> int:
+    """The number of positions that cos and sin have; `FAR` if nothing is rotated."""
+    return FAR if self.change is None or not self.change.rotary else sizes(self.change.rotary[0])[0]
+
   def limit(self, positions: int, of: str) -> tuple[int, str]:
-    """Return the number of positions that new keys may have, and what has only so many: `of`, or cos and sin."""
-    known = positions if self.change is None or not self.change.rotary else sizes(self.change.rotary[0])[0]
-    return (known, "rotary_cos's") if known < positions else (positions, of)
+    """Return the number of positions that new keys may have, and what limits it: `of`, or cos and sin."""
+    return (self.positions, "with rotary_cos") if self.positions < positions else (positions, of)
 
 
 def _float_tensor(name: str, option: object, k: Tensor, of: str) -> Tensor:
   x: Tensor = placed(check_tensor(name, option), k.device)
-  if x.dtype not in DTYPES_16_32:
-    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES_16_32))}")
+  check_dtype(name, x.dtype, DTYPES_16_32)
   check_device(name, x, k.device, of)
   return x
 
@@ -124,10 +134,11 @@ def _eps(kwargs: dict[str, Any], k: Tensor) -> float:
   for name in names:
     if kwargs[name].shape != (sizes(k)[3],):
       raise ValueError(f"{name} has shape {kwargs[name].shape}; it must be ({sizes(k)[3]},), the head size of k")
-  if (eps := number("norm_eps", kwargs.get("norm_eps", 1e-6))) < 0:
+  eps = number("norm_eps", kwargs.get("norm_eps", 1e-6))
+  if eps < 0:
     raise ValueError(f"norm_eps is {eps}; it must not be negative")
   if "norm_eps" in kwargs and not names:
-    raise ValueError("norm_eps is given without q_norm_weight or k_norm_weight, which it is for")
+    raise ValueError("norm_eps is given without q_norm_weight or k_norm_weight")
   return eps
 
 
@@ -136,7 +147,6 @@ def _queries(queries: object, k: Tensor, of: str) -> Tensor:
   B, Hkv, M, Dk = sizes(k)
   if q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (B, M, Dk) or sizes(q)[1] % Hkv or not sizes(q)[1]:
     raise ValueError(f"q has shape {q.shape}; for k {k.shape} it must be ({B}, Hq, {M}, {Dk}), Hq a multiple of {Hkv}")
-  if q.dtype not in DTYPES_16_32:
-    raise TypeError(f"q has dtype {dtype_name(q.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES_16_32))}")
+  check_dtype("q", q.dtype, DTYPES_16_32)
   check_device("q", q, k.device, of)
   return q

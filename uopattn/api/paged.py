@@ -1,20 +1,15 @@
 """`attention_paged`: attention over a paged KV cache."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.engine.realize import capturing
-from tinygrad.uop.ops import Ops, sym_infer
 
 from uopattn.api.attention import attend
 from uopattn.api.four_bit_pages import format_of, in_format
 from uopattn.dsl import sizes
 from uopattn.spec.arguments import Arguments, PagedOptions, check_place
-from uopattn.spec.tensors import check_device, check_tensor, dtype_name, operands, placed
-
-if TYPE_CHECKING:  # numpy takes a while to import
-  import numpy as np
+from uopattn.spec.tensors import at_hand, check_device, check_ints, numbers_at_hand, operands, placed
 
 
 @overload
@@ -153,9 +148,7 @@ def check_pages(k_pages: Tensor, v_pages: Tensor) -> None:
 
 def check_table(table: object, sequences: int, device: object) -> None:
   """Raise TypeError or ValueError unless the page table is a Tensor of integers with a row for each sequence."""
-  table = check_tensor("page_table", table)
-  if table.dtype not in dtypes.ints:
-    raise TypeError(f"page_table has dtype {dtype_name(table.dtype)}; it must be a Tensor of an integer dtype")
+  table = check_ints("page_table", table)
   if table.ndim != 2 or table.shape[0] != sequences:
     raise ValueError(f"page_table has shape {table.shape}; it must be ({sequences}, max_pages)")
   check_device("page_table", table, device)
@@ -177,7 +170,7 @@ def check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, P: int, 
   """
   B, pages = sizes(table)
   check_place("kv_lengths", kv_lengths, B)
-  if capturing or (lengths := numbers_at_hand(kv_lengths, B)) is None:
+  if kv_lengths is None or (lengths := numbers_at_hand(kv_lengths, B)) is None:
     return
   for b, length in enumerate(lengths):
     if not 0 <= length <= pages * page_size:
@@ -185,32 +178,25 @@ def check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, P: int, 
         f"kv_lengths is {length} for sequence {b}; it must be from 0 to {pages * page_size}, which are {pages} pages "
         f"of {page_size} keys"
       )
+  check_ids(table, [range(n) for n in lengths], P, page_size, "has")
+
+
+def check_ids(table: Tensor, keys: list[range], P: int, page_size: int, verb: str) -> None:
+  """Raise ValueError unless the ids of the pages in use are those of pages, if the table's values are `at_hand`.
+
+  Args:
+    keys: of each sequence, those that are read or written; within the table.
+    verb: what a sequence does with them, for messages: "has" or "gets".
+  """
   if (entries := at_hand(table)) is None:
     return
   import numpy as np
 
-  used = np.arange(pages) * page_size < np.array(lengths)[:, None]
+  first, end = (np.array([(x.start, x.stop) for x in keys], np.int64).reshape(-1, 2, 1)[:, i] for i in range(2))
+  page = np.arange(sizes(table)[1])
+  used = (first < end) & (page >= first // page_size) & (page * page_size < end)
   for b, j in np.argwhere(used & ((entries < 0) | (entries >= P)))[:1].tolist():
+    because = f"k_pages has {P} pages; sequence {b} {verb} keys {keys[b][0]} to {keys[b][-1]}, in pages of {page_size}"
     if P == 0:
-      raise ValueError(f"k_pages has no pages, but sequence {b} has {lengths[b]} keys")
-    raise ValueError(
-      f"page_table[{b}, {j}] is {entries[b, j]}; it must be from 0 to {P - 1}, as k_pages has {P} pages, "
-      f"for sequence {b} has {lengths[b]} keys in pages of {page_size}"
-    )
-
-
-def numbers_at_hand(kv_lengths: int | UOp | Tensor | None, B: int) -> list[int] | None:
-  """Return the length of each sequence; None if that would need computing."""
-  if isinstance(kv_lengths, Tensor):
-    return None if (values := at_hand(kv_lengths)) is None else values.tolist()
-  if isinstance(kv_lengths, UOp):
-    expression, bound = kv_lengths.unbind_all()
-    kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in bound.items()})
-  assert isinstance(kv_lengths, int)
-  return [kv_lengths] * B
-
-
-def at_hand(x: Tensor) -> "np.ndarray[Any, Any] | None":
-  """Return the values of a Tensor that is already realized; None for any other."""
-  held = x.uop.src[0] if x.uop.op is Ops.COPY else x.uop  # a Tensor made of Python or numpy numbers is a COPY
-  return Tensor(held).numpy() if held.has_buffer_identity() and held.is_realized else None
+      raise ValueError(because)
+    raise ValueError(f"page_table[{b}, {j}] is {entries[b, j]}; it must be from 0 to {P - 1}, because {because}")

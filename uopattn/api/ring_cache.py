@@ -13,9 +13,11 @@ from uopattn.api.norm_rope import NewQueries, NormRopeOptions
 from uopattn.dsl import least, sizes
 from uopattn.dsl.rules.masks import FAR
 from uopattn.kernels.append import Ring
-from uopattn.spec.arguments import Arguments, RingOptions, check_tensor_of
+from uopattn.spec.arguments import Arguments, RingOptions
 from uopattn.spec.shards import Devices
-from uopattn.spec.tensors import batched, check_device, check_size, check_tensor, near, placed
+from uopattn.spec.tensors import check_device, check_ints, check_size, clamped, placed
+
+TEXT = "in a text"  # what has so many positions, for messages
 
 
 class RingCache(CacheMemory):
@@ -87,8 +89,8 @@ class RingCache(CacheMemory):
       >>> RingCache(1, 8, 1024, 64, sink_tokens=4).k.shape
       (1, 8, 1028, 64)
     """
-    for name, size, low in (("window", window, 1), ("sink_tokens", sink_tokens, 0), ("M_max", M_max, 1)):
-      check_size(name, size, low)
+    window, M_max = check_size("window", window, 1), check_size("M_max", M_max, 1)
+    sink_tokens = check_size("sink_tokens", sink_tokens, 0)
     self._window, self._sink_tokens, self._M_max = window, sink_tokens, M_max
     self._place = Ring(sink_tokens, window + M_max - 1)
     super().__init__(B, Hkv, sink_tokens + window + M_max - 1, Dk, Dv, dtype, device, axis)
@@ -158,11 +160,11 @@ class RingCache(CacheMemory):
     """
     k, v = self._rows(k, v)
     if (lengths := placed(lengths, self._device)) is not None:
-      check_tensor_of("lengths", lengths, (sizes(self.k)[0],), dtypes.ints, "an integer dtype")
+      check_ints("lengths", lengths, (sizes(self.k)[0],))
       check_device("lengths", lengths, self._device, "the cache")
     new = NewQueries.of("RingCache.append", q, k, "the cache", options)
-    start = self._start(start, sizes(k)[2], *new.limit(FAR, "the cache's"))
-    return self._write(k, v, start, self._place, new, near(lengths))
+    start = self._start(start, sizes(k)[2], *new.limit(FAR, TEXT))
+    return self._write(k, v, start, self._place, new, clamped(lengths))
 
   @overload
   def attend(
@@ -205,8 +207,7 @@ class RingCache(CacheMemory):
     """Compute attention of M queries, from position `start` on, which are the last that were appended.
 
     Args:
-      q: (B, Hq, M, Dk), in a dtype that `append` accepts, M at most M_max; Hq is a multiple of Hkv, or equal if
-        enable_gqa is False.
+      q: (B, Hq, M, Dk), as in `KVCache.attend`, M at most M_max.
       start: as in `append`.
       scale, enable_gqa, softcap, sinks, return_lse, backend: as in `uopattn.attention`; sinks are logits.
 
@@ -224,11 +225,11 @@ class RingCache(CacheMemory):
       >>> cache.attend(Tensor.randn(1, 8, 3, 16), 0).realize().shape
       (1, 8, 3, 16)
     """
-    q = placed(check_tensor("q", q), self._device, self._weak)
-    M = sizes(batched("q", q))[2]
+    q = self._queries(q)
+    M = sizes(q)[2]
     if self._M_max < M:
       raise ValueError(f"q has {M} queries; attend of a RingCache takes M_max={self._M_max} at most, prefill any")
-    start = self._start(start, M, FAR)
+    start = self._start(start, M, FAR, TEXT)
     own = {"kv_lengths": self._filled(start, M), "scales": self._scales, "four": self._four, "return_lse": return_lse}
     if self._M_max > 1:
       own["attn_mask"] = self._mask(start, M)
@@ -309,8 +310,8 @@ class RingCache(CacheMemory):
     """
     backend, with_defaults = options.pop("backend", "auto"), {"enable_gqa": True, **options}
     causal = Arguments.of("RingCache.prefill", RingOptions, with_defaults, is_causal=True, return_lse=return_lse)
-    q, (k, v) = placed(check_tensor("q", q), self._device, self._weak), self._rows(k, v)
-    if (M := sizes(batched("q", q))[2]) != sizes(k)[2]:
+    q, (k, v) = self._queries(q), self._rows(k, v)
+    if (M := sizes(q)[2]) != sizes(k)[2]:
       raise ValueError(f"k has shape {k.shape}, q has {q.shape}; both must be of the same M positions")
     first = min(self._sink_tokens, M)
     of_window = replace(causal, window=(self._window - 1, 0), q_start=-first)

@@ -7,15 +7,16 @@ one kernel, for their largest values, serves all values.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import all_same
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl import sizes
-from uopattn.spec.arguments import Arguments
+from uopattn.dsl import least, sizes
+from uopattn.spec.arguments import Arguments, is_place
 from uopattn.spec.layout import VIEW_OPS, base_of
+from uopattn.spec.tensors import check_tensor, clamped, placed, shown_shape
 
 Size = int | UOp
 
@@ -32,7 +33,8 @@ def with_four_axes(
 ) -> tuple[Tensor, Tensor, Tensor, Arguments, Callable[[Tensor], Tensor]]:
   """Reshape and expand q, k and v to (B, heads, rows, size); an attn_mask follows where it must.
 
-  Axes are aligned from the right: (rows, size), then heads, then batches. One batch, or one head, serves all.
+  Axes are aligned from the right: (rows, size), then heads, then batches. One batch, or one head, serves all. Results
+  have as many axes as the input that has the most, an attn_mask included, as in tinygrad's own attention.
 
   Returns:
     q, k, v, the arguments, and a function that reshapes results, (B, Hq, ...), to the axes of the inputs.
@@ -57,12 +59,16 @@ def with_four_axes(
   if sizes(k)[1] == 1 < sizes(q)[1]:
     arguments = replace(arguments, enable_gqa=True)
   mask = arguments.attn_mask
+  if isinstance(mask, Tensor):
+    ndim = max(ndim, mask.ndim)
   if isinstance(mask, Tensor) and len(batches) > 1 and 3 < mask.ndim <= 3 + len(batches):
     arguments = replace(arguments, attn_mask=_four(mask, batches))
 
   def restored(x: Tensor) -> Tensor:
+    if ndim == 4:
+      return x
     shape = sizes(x)[1:] if ndim > 2 else sizes(x)[2:]
-    return x if ndim == 4 else x.reshape(*batches, *shape)
+    return x.reshape((1,) * (ndim - 3 - len(batches)) + batches + shape)
 
   return q, k, v, arguments, restored
 
@@ -102,17 +108,47 @@ def with_known_sizes(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> t
   """Replace symbolic sizes of q's, k's and v's rows, and of the mask, by their largest values.
 
   Keys and values that are views of a buffer, as `cache[:, :, :start_pos + T]` is, become longer views of it. The rest
-  is padded. The number of keys becomes `kv_lengths`, unless that is given.
+  is padded. `kv_lengths` become the number of keys, where they are not less.
+
+  Raises:
+    ValueError: k and v, or the mask and q or k, have different sizes.
   """
-  lengths = k.shape[-2]
-  if isinstance(lengths, UOp) and arguments.kv_lengths is None:
-    arguments = replace(arguments, kv_lengths=lengths)
-  q, k, v = padded(q), _widest(k), _widest(v)
+  _check_same("v", v, v.shape[-2], "k", k)
+  keys, wide = k.shape[-2], (padded(q), _widest(k), _widest(v))
+  if isinstance(keys, UOp):
+    arguments = replace(arguments, kv_lengths=_fewest(placed(arguments.kv_lengths, k.device), keys))
   mask = arguments.attn_mask
-  if isinstance(mask, Tensor) and _is_symbolic(mask.uop) and mask.ndim > 1:
-    rows, keys = (m if m == 1 else x.shape[-2] for m, x in zip(mask.shape[-2:], (q, k), strict=True))
-    arguments = replace(arguments, attn_mask=padded(mask, (*mask.shape[:-2], rows, keys)))
-  return q, k, v, arguments
+  if isinstance(mask, Tensor) and _is_symbolic(mask.uop):
+    mask = check_tensor("attn_mask", mask, (-2, -1))
+    mask = mask if mask.ndim > 1 else mask.unsqueeze(0)
+    wanted = list(mask.shape)
+    for axis, name, given, x in ((-2, "q", q, wide[0]), (-1, "k", k, wide[1])):
+      if isinstance(mask.shape[axis], UOp):
+        _check_same("attn_mask", mask, mask.shape[axis], name, given)
+        wanted[axis] = x.shape[-2]
+    arguments = replace(arguments, attn_mask=padded(mask, tuple(wanted)))
+  return *wide, arguments
+
+
+def _check_same(name: str, x: Tensor, size: Size, other: str, y: Tensor) -> None:
+  """Raise ValueError unless a size of x, if it or y's rows are made of Variables, is the number of y's rows."""
+  rows = y.shape[-2]
+  if isinstance(size, int) and isinstance(rows, int):
+    return  # the checks to come compare them
+  difference = cast(UOp, size - rows).simplify()
+  if (difference.vmin, difference.vmax) != (0, 0):
+    shapes = f"{name} has shape {shown_shape(x)}, {other} has {shown_shape(y)}"
+    raise ValueError(f"{shapes}; sizes made of Variables must be the same")
+
+
+def _fewest(lengths: Any, keys: UOp) -> Any:
+  """Return the smaller ones of `kv_lengths` and the number of keys. What are no lengths is left for the checks."""
+  if lengths is None:
+    return keys
+  lengths = clamped(lengths)
+  if isinstance(lengths, Tensor):
+    return lengths.minimum(Tensor(keys).cast(dtypes.int)) if lengths.dtype in dtypes.ints else lengths
+  return least([UOp.const(lengths) if isinstance(lengths, int) else lengths, keys]) if is_place(lengths) else lengths
 
 
 def _widest(x: Tensor) -> Tensor:

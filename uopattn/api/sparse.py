@@ -1,16 +1,15 @@
 """`attention_sparse`: attention of queries that have each chosen their keys."""
 
-from typing import Any, Literal, Unpack, overload
+from dataclasses import replace
+from typing import Literal, Unpack, overload
 
 from tinygrad import Tensor, dtypes
-from tinygrad.engine.realize import capturing
 
-from uopattn.api.attention import Call, attend, check_backend
-from uopattn.api.paged import at_hand
+from uopattn.api.attention import Call, attend
 from uopattn.dsl import sizes
 from uopattn.plan.sparse import Sparse
-from uopattn.spec.arguments import Arguments, SparseOptions, check_tensor_of
-from uopattn.spec.tensors import check_device, check_tensor, dtype_name, operands, placed
+from uopattn.spec.arguments import Arguments, SparseOptions
+from uopattn.spec.tensors import at_hand, check_device, check_ints, operands, placed
 
 
 @overload
@@ -106,17 +105,15 @@ def attention_sparse(
   q, k, v = operands(q=q, k=k, v=v)
   lengths, backend = options.pop("topk_length", None), options.pop("backend", "auto")
   indices, lengths = (placed(x, q.device) for x in (indices, lengths))
-  check_backend(backend)
   check_shapes(q, k, v)
   check_indices(indices, lengths, q, k)
   (B, _, M, _), (_, heads, _, top_k), N = sizes(q), sizes(indices), sizes(k)[2]
   arguments = Arguments.of("attention_sparse", SparseOptions, options, return_lse=return_lse)
   if 0 in (B, M, N, top_k, q.shape[1]):
     return attend(q, k[:, :, :0], v[:, :, :0], arguments, backend)
-  table = numbers(indices, N).transpose(1, 2).reshape(B * M, heads, top_k)
-  chosen = (table,) if lengths is None else (table, numbers(lengths, top_k + 1).reshape(B * M))
-  arguments = Arguments.of("attention_sparse", SparseOptions, options, return_lse=return_lse, indices=chosen)
-  arguments = arguments.settled(q.device)
+  table = _as_int32(indices, N).transpose(1, 2).reshape(B * M, heads, top_k)
+  chosen = (table,) if lengths is None else (table, _as_int32(lengths, top_k + 1).reshape(B * M))
+  arguments = replace(arguments, indices=chosen).settled(q.device)
   division = Sparse.of(q, k, v, arguments)
   return Call(q, k, v, division.spec, arguments, lambda x: x, M, q.dtype, division).by(backend)
 
@@ -143,24 +140,20 @@ def check_indices(indices: object, lengths: object, q: Tensor, k: Tensor) -> Non
     ValueError: a shape does not fit, or an index or a length is out of range.
   """
   (B, _, M, _), (_, Hkv, N, _) = sizes(q), sizes(k)
-  indices = check_tensor("indices", indices)
-  if indices.dtype not in dtypes.ints:
-    raise TypeError(f"indices has dtype {dtype_name(indices.dtype)}; it must be a Tensor of an integer dtype")
+  indices = check_ints("indices", indices)
   if indices.ndim != 4 or (indices.shape[0], indices.shape[2]) != (B, M) or indices.shape[1] not in (1, Hkv):
     heads = "1" if Hkv == 1 else f"{Hkv} or 1"
     raise ValueError(f"indices has shape {indices.shape}; it must be ({B}, {heads}, {M}, top_k)")
   check_device("indices", indices, q.device)
   top_k = sizes(indices)[3]
+  _check_values(indices, "indices", N - 1, f"k has {N} keys; a negative one is no key")
   if lengths is not None:
-    check_tensor_of("topk_length", lengths, (B, M), dtypes.ints, "an integer dtype")
-    check_device("topk_length", check_tensor("topk_length", lengths), q.device)
-  if not capturing:
-    check_values(indices, "indices", N - 1, f"k has {N} keys; a negative one is no key")
-    if isinstance(lengths, Tensor):
-      check_values(lengths, "topk_length", top_k, f"each query has {top_k} indices", least=0)
+    lengths = check_ints("topk_length", lengths, (B, M))
+    check_device("topk_length", lengths, q.device)
+    _check_values(lengths, "topk_length", top_k, f"each query has {top_k} indices", least=0)
 
 
-def check_values(x: Tensor, name: str, most: int, reason: str, least: int | None = None) -> None:
+def _check_values(x: Tensor, name: str, most: int, reason: str, least: int | None = None) -> None:
   """Raise ValueError if an element that is at hand is out of range."""
   if (values := at_hand(x)) is None:
     return
@@ -172,7 +165,7 @@ def check_values(x: Tensor, name: str, most: int, reason: str, least: int | None
     raise ValueError(f"{name}{place} is {values[tuple(place)]}; it must be {accepted}, as {reason}")
 
 
-def numbers(x: Tensor, end: int) -> Any:
+def _as_int32(x: Tensor, end: int) -> Tensor:
   """Cast integers to int32. What may not fit becomes `end` if it is larger, or -1 if it is negative."""
   if dtypes.int32.max < x.dtype.max:
     x = x.minimum(end) if x.dtype in dtypes.uints else x.clip(-1, end)

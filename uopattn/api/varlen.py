@@ -1,13 +1,13 @@
 """`attention_varlen`: attention within packed sequences of different lengths."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, dtypes
 
-from uopattn.api.attention import attend, check_backend
+from uopattn.api.attention import attend
 from uopattn.api.varlen_paged import attend_packed, checked
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
@@ -18,13 +18,13 @@ from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import (
   as_int,
   check_device,
+  check_ints,
   check_size,
-  check_tensor,
+  clamped,
   described,
-  dtype_name,
-  near,
   operands,
   placed,
+  plain,
   promoted,
 )
 
@@ -111,7 +111,7 @@ def attention_varlen(
     page_table: (S, max_pages), as in `attention_paged`, which says what invalid page ids do.
     kv_lengths: the number of keys of each sequence, as in `attention_paged`; with a page table alone.
     max_seqlen_q: the most queries of a sequence; None is the total. With a page table it saves memory and empty blocks,
-      above all if it is 1. If a sequence has more, ints raise an error, and with a Tensor its queries see no key.
+      especially if it is 1. If a sequence has more, ints raise an error, and with a Tensor its queries see no key.
     is_causal, window: as in `attention`, with positions within the sequence.
     scale, enable_gqa, softcap, sinks, backend: as in `attention`.
     q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor. 0 aligns causal
@@ -156,26 +156,40 @@ def attention_varlen(
   """
   backend, q_start = options.pop("backend", "auto"), options.pop("q_start", None)
   kv_dtype = options.pop("kv_dtype", None)
+  sequences = Sequences(cu_seqlens_q, cu_seqlens_k, q_start, max_seqlen_q)
   arguments = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
   if arguments.page_table is not None:
-    out, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments, kv_dtype, q_start, max_seqlen_q, backend)
+    out, lse = _over_pages(q, k, v, sequences, arguments, kv_dtype, backend)
   elif kv_dtype is not None:
     raise TypeError("kv_dtype is given without a page_table; it names the format of pages")
   else:
-    out, lse = _over_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments, q_start, max_seqlen_q, backend)
+    out, lse = _over_packed_keys(q, k, v, sequences, arguments, backend)
   return (out, lse) if return_lse else out
 
 
+@dataclass(frozen=True, eq=False)
+class Sequences:
+  """How sequences are packed, as a call of `attention_varlen` was given it."""
+
+  cu_seqlens_q: Offsets
+  cu_seqlens_k: Offsets | None
+  q_start: int | Tensor | None
+  max_seqlen_q: int | None
+
+  def longest(self, total: int) -> int:
+    """Return the most queries of a sequence, at least 1. Raises TypeError or ValueError if it is none."""
+    if self.max_seqlen_q is None:
+      return max(total, 1)
+    longest = check_size("max_seqlen_q", self.max_seqlen_q, 0)
+    counts = [] if isinstance(self.cu_seqlens_q, Tensor) else [b - a for a, b in pairwise(self.cu_seqlens_q)]
+    if counts and max(counts) > longest:
+      s = counts.index(max(counts))
+      raise ValueError(f"max_seqlen_q is {longest}, but sequence {s} has {counts[s]} queries")
+    return max(1, min(longest, total))
+
+
 def _over_packed_keys(
-  q: Tensor,
-  k: Tensor,
-  v: Tensor,
-  cu_seqlens_q: Offsets,
-  cu_seqlens_k: Offsets | None,
-  arguments: Arguments,
-  q_start: int | Tensor | None,
-  longest: int | None,
-  backend: str,
+  q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, arguments: Arguments, backend: str
 ) -> tuple[Tensor, Tensor]:
   """Return the output, (total queries, Hq, Dv), and the LSE, (Hq, total queries)."""
   q, k, v = operands(q=q, k=k, v=v)
@@ -188,11 +202,12 @@ def _over_packed_keys(
   # Checks everything but the offsets: checking those relies on q, k and v.
   one_q, one_k, one_v = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
   is_empty = make_spec(one_q, one_k, one_v, arguments).is_empty
-  ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
+  ends_q = _offsets("cu_seqlens_q", sequences.cu_seqlens_q, M, device)
+  ends_k = _offsets("cu_seqlens_k", sequences.cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
-  _check_longest(longest, M, cu_seqlens_q)
-  starts = _starts(0 if q_start is None else q_start, sizes(ends_q)[0] - 1, device)
+  sequences.longest(M)  # checks it
+  starts = _starts(0 if sequences.q_start is None else sequences.q_start, sizes(ends_q)[0] - 1, device)
   arguments = replace(arguments, return_lse=True)
   if not is_empty:
     bounds = key_bounds(ends_q, ends_k, M, N, arguments.masks(), starts)
@@ -209,41 +224,25 @@ def _over_pages(
   q: Tensor,
   k_pages: Tensor,
   v_pages: Tensor,
-  cu_seqlens_q: Offsets,
-  cu_seqlens_k: Offsets | None,
+  sequences: Sequences,
   arguments: Arguments,
   kv_dtype: str | None,
-  q_start: int | Tensor | None,
-  longest: int | None,
   backend: str,
 ) -> tuple[Tensor, Tensor]:
   """Return the output, (total queries, Hq, Dv), and the LSE, (Hq, total queries)."""
-  check_backend(backend)
   q, k_pages, v_pages = operands(q=q, k_pages=k_pages, v_pages=v_pages)
   if q.ndim != 3 or not sizes(q)[-1]:
     raise ValueError(f"q has shape {q.shape}; it must have three dimensions, (total, H, head size >= 1)")
-  if cu_seqlens_k is not None:
+  if sequences.cu_seqlens_k is not None:
     raise TypeError("cu_seqlens_k is given with a page_table; it must be None, kv_lengths has the numbers of keys")
   total, device = sizes(q)[0], cast(Devices, q.device)
-  ends = _offsets("cu_seqlens_q", cu_seqlens_q, total, device)
-  S, longest = sizes(ends)[0] - 1, _check_longest(longest, total, cu_seqlens_q)
-  starts = None if q_start is None else _starts(q_start, S, device)
+  ends = _offsets("cu_seqlens_q", sequences.cu_seqlens_q, total, device)
+  S, longest = sizes(ends)[0] - 1, sequences.longest(total)
+  starts = None if sequences.q_start is None else _starts(sequences.q_start, S, device)
   table, lengths = (placed(x, device) for x in (arguments.page_table, arguments.kv_lengths))
   arguments = replace(arguments, page_table=table, kv_lengths=lengths, return_lse=True)
   arguments = checked(arguments, kv_dtype, q, k_pages, v_pages, S)
   return attend_packed(q, k_pages, v_pages, ends, arguments, starts, longest, backend)
-
-
-def _check_longest(longest: int | None, total: int, ends: Offsets) -> int:
-  """Return the most queries of a sequence, at least 1; raise TypeError or ValueError if it is none."""
-  if longest is None:
-    return max(total, 1)
-  check_size("max_seqlen_q", longest, 0)
-  counts = [] if isinstance(ends, Tensor) else [b - a for a, b in pairwise(ends)]
-  if counts and max(counts) > longest:
-    s = counts.index(max(counts))
-    raise ValueError(f"max_seqlen_q is {longest}, but sequence {s} has {counts[s]} queries")
-  return max(1, min(longest, total))
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -273,7 +272,7 @@ def key_bounds(
   """
   row, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
   start, end = of_own(ends_k[:-1]), of_own(ends_k[1:])
-  shift = of_own(q_start.clip(-FAR, FAR).pad((0, 1))) if isinstance(q_start, Tensor) else near(q_start)
+  shift = of_own(q_start.clip(-FAR, FAR).pad((0, 1))) if isinstance(q_start, Tensor) else clamped(q_start)
   query, at = row - of_own(ends_q[:-1]), Positions(shift, end - start)
   first, last = start, end - 1
   for x in masks:
@@ -331,28 +330,23 @@ def _offsets(name: str, x: Offsets | None, total: int, device: Devices) -> Tenso
   """Check `cu_seqlens` and return it as an int32 Tensor (S + 1,)."""
   x = placed(x, device)
   if isinstance(x, Tensor):
-    check_tensor(name, x)
-    if x.dtype not in dtypes.ints:
-      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be of an integer dtype, or ints")
+    check_ints(name, x)
     if x.ndim != 1 or sizes(x)[0] < 1:
       raise ValueError(f"{name} has shape {x.shape}; it must be (S + 1,) for S sequences")
     check_device(name, x, device)
     return as_int(x)
-  if not isinstance(x, (list, tuple)) or not all(type(end) is int for end in x):
+  ends = [plain(end) for end in x] if isinstance(x, (list, tuple)) else None
+  if ends is None or not all(type(end) is int for end in ends):
     raise TypeError(f"{name} is {described(x)}; it must be a Tensor of an integer dtype, or a list of ints")
-  if len(x) < 1 or x[0] != 0 or x[-1] != total or any(a > b for a, b in pairwise(x)):
-    raise ValueError(f"{name} is {x!r}; it must rise from 0 to {total}, the length of all sequences")
-  return Tensor(x, dtype=dtypes.int, device=device)
+  if len(ends) < 1 or ends[0] != 0 or ends[-1] != total or any(a > b for a, b in pairwise(ends)):
+    raise ValueError(f"{name} is {ends}; it must rise from 0 to {total}, the length of all sequences")
+  return Tensor(ends, dtype=dtypes.int, device=device)
 
 
 def _starts(x: int | Tensor, sequences: int, device: Devices) -> int | Tensor:
   x = placed(x, device)
   if isinstance(x, Tensor):
-    check_tensor("q_start", x)
-    if x.dtype not in dtypes.ints:
-      raise TypeError(f"q_start has dtype {dtype_name(x.dtype)}; it must be an int or a Tensor of an integer dtype")
-    if x.shape != (sequences,):
-      raise ValueError(f"q_start has shape {x.shape}; it must be ({sequences},)")
+    check_ints("q_start", x, (sequences,))
     check_device("q_start", x, device)
     return as_int(x)
   if isinstance(x, bool) or not isinstance(x, int):

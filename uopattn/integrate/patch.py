@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import inf
 from typing import Any, cast
 
@@ -42,7 +43,7 @@ class Options:
 def patch(*, backend: str = "auto", log: bool = True) -> Handle:
   """Let `Tensor.scaled_dot_product_attention` use kernels from now on, in every model.
 
-  Call it before modules are imported that keep the function under a name of their own. Arguments, shapes, dtypes and
+  Call it before importing modules that keep their own reference to the function. Arguments, shapes, dtypes and
   gradients are tinygrad's. Where no kernel serves a call, tinygrad's own function does, errors included. Where one
   does, three things differ: a row that sees no key gives 0 instead of NaN, `dropout_p` drops other weights for the same
   seed, and second derivatives raise an error.
@@ -55,7 +56,8 @@ def patch(*, backend: str = "auto", log: bool = True) -> Handle:
 
   Args:
     backend: "kernel" raises an error if no kernel serves a call; "auto" uses tinygrad's own attention.
-    log: log why tinygrad's own attention is used, one line per reason.
+    log: log why tinygrad's own attention is used, one line per reason. Other lines of the logger "uopattn" stay: those
+      on views that are copied, and on gradients that go through plain tinygrad ops.
 
   Returns:
     A handle: `restore()`, or the end of a `with` block, puts tinygrad's function back. Several may be held, and
@@ -98,16 +100,18 @@ def _with_kernels(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
   ) -> Tensor:
     out = None
     if _is_attention(self, key, value, attn_mask, is_causal, enable_gqa):
-      out = served(self, key, value, _arguments(self, key, attn_mask, dropout_p, is_causal, enable_gqa))
+      out = served(self, key, value, _arguments(self, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
     return own(self, key, value, attn_mask, dropout_p, is_causal, enable_gqa) if out is None else out
 
   return scaled_dot_product_attention
 
 
 def _arguments(
-  q: Tensor, k: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+  q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
 ) -> Arguments:
-  start = None if attn_mask is None else causal_start(attn_mask, q.shape[-2], k.shape[-2])
+  start = None
+  if attn_mask is not None and _has_axes_of(attn_mask, q, k, v):
+    start = causal_start(attn_mask, q.shape[-2], k.shape[-2])
   return Arguments(
     attn_mask=attn_mask if start is None else None,
     q_start=0 if start is None else start,
@@ -115,6 +119,12 @@ def _arguments(
     dropout_p=dropout_p,
     enable_gqa=enable_gqa,
   )
+
+
+def _has_axes_of(mask: Tensor, *qkv: Tensor) -> bool:
+  """Return whether a mask gives the output no further axes, and no batches or heads that q, k and v lack."""
+  leading = zip_longest(*(x.shape[-3::-1] for x in (mask, *qkv)), fillvalue=1)  # heads, then batches
+  return mask.ndim <= max(x.ndim for x in qkv) and all(n in (1, *others) for n, *others in leading)
 
 
 def _is_attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, enable_gqa: bool) -> bool:

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, NamedTuple, TypedDict
 
 from tinygrad import Tensor, UOp, dtypes
@@ -24,11 +25,13 @@ from uopattn.spec.layout import folded
 from uopattn.spec.tensors import (
   WIDEST,
   check_device,
+  check_ints,
+  check_keywords,
   check_tensor,
   check_tensors,
+  clamped,
   described,
   dtype_name,
-  near,
   placed,
   with_axis,
 )
@@ -126,7 +129,7 @@ def check_window(name: str, window: object, sizes: Sizes) -> None:
 def check_place(name: str, x: object, B: int | None = None) -> None:
   """Raise TypeError or ValueError unless `is_place(x)` is true, or x is a (B,) integer Tensor and B is given."""
   if isinstance(x, Tensor) and B is not None:
-    check_tensor_of(name, x, (B,), dtypes.ints, "an integer dtype")
+    check_ints(name, x, (B,))
     return
   if not is_place(x):
     free = [u.expr for u in in_kernel(x).toposort() if u.is_variable] if isinstance(x, UOp) else []
@@ -147,8 +150,8 @@ def check_tensor_of(name: str, x: object, shape: tuple[int, ...], accepted: tupl
     raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
 
 
-def as_float(value: float) -> float:
-  """Return an int or a float as a float, infinite if it is too large for one."""
+def as_float(value: Any) -> float:
+  """Return a real number as a float, infinite if it is too large for one."""
   try:
     return float(value)
   except OverflowError:  # of an int
@@ -161,8 +164,8 @@ def is_finite(value: float) -> bool:
 
 
 def number(name: str, value: object) -> float:
-  """Return an int or a float as a float. Raises TypeError if it is neither, and ValueError unless `is_finite`."""
-  if isinstance(value, bool) or not isinstance(value, (int, float)):
+  """Return a number, of numpy too, as a float. Raises TypeError if it is none, and ValueError unless `is_finite`."""
+  if isinstance(value, bool) or not isinstance(value, Real):
     raise TypeError(f"{name} is {described(value)}; it must be a number")
   if not is_finite(value := as_float(value)):
     raise ValueError(f"{name} is {value}; it must be finite in float32")
@@ -174,7 +177,7 @@ def as_place(x: int | UOp | Tensor) -> list[Tensor]:
   return [x.cast(dtypes.int)] if isinstance(x, Tensor) else []
 
 
-def check_flag(name: str, flag: object, sizes: Sizes) -> None:
+def check_flag(name: str, flag: object, sizes: Sizes | None = None) -> None:
   if not isinstance(flag, Hashable) or flag not in {False, True}:  # a set: == of Tensors and arrays gives no bool
     raise TypeError(f"{name} is {described(flag)}; it must be True or False")
 
@@ -324,12 +327,12 @@ class Arguments:
     0,
     check=check_places,
     tensors=as_place,
-    settle=near,
+    settle=clamped,
     is_used=lambda x: not isinstance(x, int),
     refusal="accepts q_start only as an int, not as a Variable or a Tensor",
     axes="b",
   )
-  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=near, axes="b")
+  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=clamped, axes="b")
   sinks: Tensor | None = argument(
     check=check_sinks, tensors=lambda x: [x.float()], in_lse=True, has_gradient=True, axes="h"
   )
@@ -369,9 +372,7 @@ class Arguments:
     Raises:
       TypeError: an option is not accepted.
     """
-    if unknown := [name for name in options if name not in accepted.__annotations__]:
-      names = ", ".join(sorted(accepted.__annotations__))
-      raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; accepted are {names}")
+    check_keywords(function, options, accepted)
     return cls(**own, **options)
 
   def check(self, sizes: Sizes, device: object) -> None:

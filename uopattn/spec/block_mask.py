@@ -98,8 +98,7 @@ class BlockMask:
       [[[[3, 0, 0], [4, 3, 0], [4, 4, 3]]]]
     """
     named = {"B": B, "Hq": Hq, "M": M, "N": N, "block_m": block_m, "block_n": block_n}
-    for name, size in named.items():
-      check_size(name, size, int(name.startswith("block")))
+    B, Hq, M, N, block_m, block_n = (check_size(name, x, int(name.startswith("block"))) for name, x in named.items())
     check_tensors("aux", aux)
     if in_function():
       raise ValueError(
@@ -348,7 +347,7 @@ class BlockMask:
       check_size(name, x, 0)
       if x >= count:
         raise ValueError(f"{name} is {x}; it must be less than {count}: the mask has {count}")
-    shares = self.counts[b, h].numpy() / self._pairs
+    shares = self.counts[int(b), int(h)].numpy() / self._pairs
     rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
     panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)
     panel.set(xlim=(0, self.N), ylim=(self.M, 0), xlabel="key", ylabel="query", aspect="equal")

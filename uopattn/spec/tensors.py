@@ -1,14 +1,21 @@
-"""Checks of Tensors that users pass, and the conversion of constants and of integers that do not fit int32."""
+"""Checks of Tensors and numbers that users pass, and their conversion: of constants, and of what does not fit int32."""
 
-from typing import Any
+from collections.abc import Collection, Iterable
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType, least_upper_dtype
+from tinygrad.engine.realize import capturing
 from tinygrad.helpers import all_same
+from tinygrad.uop.ops import Ops, sym_infer
 
 from uopattn.dsl import clamp
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.schedule import DTYPES, DTYPES_16
+
+if TYPE_CHECKING:  # numpy takes a while to import
+  import numpy as np
 
 OPERANDS = (*DTYPES, dtypes.float64)  # dtypes of q, k and v; the last by plain ops alone
 WIDEST = FAR // 2  # largest side of a window
@@ -34,11 +41,45 @@ def check_tensor(name: str, x: object, symbolic: tuple[int, ...] = ()) -> Tensor
     raise TypeError(f"{name} is {described(x)}; it must be a tinygrad Tensor")
   axes = {axis % x.ndim for axis in symbolic if -x.ndim <= axis < x.ndim}
   if not all(isinstance(size, int) or axis in axes for axis, size in enumerate(x.shape)):
-    sizes = ", ".join(size.render() if isinstance(size, UOp) else str(size) for size in x.shape)
-    raise ValueError(
-      f"{name} has shape ({sizes}); every size must be a known int; pass lengths that vary as kv_lengths"
-    )
+    raise ValueError(f"{name} has shape {shown_shape(x)}; every size must be an int")
   return x
+
+
+def shown_shape(x: Tensor) -> str:
+  """Return the shape of a Tensor as text, in which sizes may be made of Variables."""
+  return f"({', '.join(size.render() if isinstance(size, UOp) else str(size) for size in x.shape)})"
+
+
+def check_ints(name: str, x: object, shape: tuple[int, ...] | None = None) -> Tensor:
+  """Return x if it is a Tensor of integers that `check_tensor` accepts, and has the shape if one is given.
+
+  Raises:
+    TypeError, ValueError: it is not.
+  """
+  x = check_tensor(name, x)
+  if x.dtype not in dtypes.ints:
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be a Tensor of an integer dtype")
+  if shape is not None and x.shape != shape:
+    raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+  return x
+
+
+def check_dtype(name: str, dtype: DType, accepted: Collection[DType], beside: str = "") -> None:
+  """Raise TypeError unless a dtype, that of the Tensor `name`, is accepted.
+
+  Args:
+    beside: what follows the dtype in the message.
+  """
+  if dtype not in accepted:
+    names = ", ".join(map(dtype_name, accepted))
+    raise TypeError(f"{name} has dtype {dtype_name(dtype)}{beside}; accepted are {names}")
+
+
+def check_keywords(function: str, given: Iterable[str], accepted: type) -> None:
+  """Raise TypeError if a keyword argument of the call of a function is not in `accepted`, a TypedDict."""
+  if unknown := [name for name in given if name not in accepted.__annotations__]:
+    names = ", ".join(sorted(accepted.__annotations__))
+    raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; accepted are {names}")
 
 
 def check_tensors(name: str, xs: object) -> None:
@@ -90,7 +131,7 @@ def promoted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, D
 
 
 def placed(x: Any, device: str | tuple[str, ...] | None, weak: DType | None = None) -> Any:
-  """Put a Tensor on a device and give it a strong dtype; return anything else as it is.
+  """Put a Tensor on a device and give it a strong dtype; return anything else as `plain` does.
 
   Args:
     device: for a Tensor without one, such as `Tensor.arange(n)`; None is tinygrad's default.
@@ -99,23 +140,32 @@ def placed(x: Any, device: str | tuple[str, ...] | None, weak: DType | None = No
   if isinstance(x, tuple):
     return tuple(placed(y, device, weak) for y in x)
   if not isinstance(x, Tensor):
-    return x
+    return plain(x)
   if x.dtype in dtypes.weaks:
     x = x.cast(weak or (dtypes.float32 if x.dtype == dtypes.weakfloat else dtypes.default_int))
   return x.clone(device=device) if x.device is None else x
 
 
-def check_int(name: str, x: object) -> None:
-  """Raise TypeError unless x is an int."""
-  if isinstance(x, bool) or not isinstance(x, int):
+def plain(x: Any) -> Any:
+  """Return a number of another library, such as numpy.int64, as Python's int or float; anything else as it is."""
+  if isinstance(x, (int, float)) or not isinstance(x, Real):
+    return x
+  return int(x) if isinstance(x, Integral) else float(x)
+
+
+def check_int(name: str, x: object) -> int:
+  """Return x as an int. Raises TypeError if it is no integer; True and False are none."""
+  if isinstance(x, bool) or not isinstance(x, Integral):
     raise TypeError(f"{name} is {described(x)}; it must be an int")
+  return int(x)
 
 
-def check_size(name: str, size: Any, least: int) -> None:
-  """Raise TypeError unless a size is an int, and ValueError unless it is at least `least`."""
-  check_int(name, size)
+def check_size(name: str, size: object, least: int) -> int:
+  """Return a size as an int. Raises TypeError if it is no integer, and ValueError if it is less than `least`."""
+  size = check_int(name, size)
   if size < least:
     raise ValueError(f"{name} is {size}; it must be at least {least}")
+  return size
 
 
 def with_axis(xs: Any) -> Any:
@@ -132,7 +182,7 @@ def as_int(x: Tensor) -> Tensor:
   return x.cast(dtypes.int)
 
 
-def near(x: Any) -> Any:
+def clamped(x: Any) -> Any:
   """Clamp a position or a number of keys to [-FAR, FAR], and cast a Tensor to int32; return anything else as it is.
 
   A Tensor whose dtype holds nothing beyond int32 is not clamped, which would take a kernel: what reads it must do so.
@@ -142,6 +192,29 @@ def near(x: Any) -> Any:
   if isinstance(x, UOp):
     return clamp(x, -FAR, FAR) if x.vmin < -FAR or x.vmax > FAR else x
   return max(-FAR, min(FAR, x)) if type(x) is int else x
+
+
+def at_hand(x: Tensor) -> "np.ndarray[Any, Any] | None":
+  """Return the values of a Tensor that is realized, or made of Python or numpy numbers; None for any other.
+
+  While a `TinyJit` captures there are none: those of its replays may be others.
+  """
+  if capturing:
+    return None
+  held = x.uop.src[0] if x.uop.op is Ops.COPY else x.uop  # a Tensor made of Python or numpy numbers is a COPY
+  return Tensor(held).numpy() if held.has_buffer_identity() and held.is_realized else None
+
+
+def numbers_at_hand(x: int | UOp | Tensor, B: int) -> list[int] | None:
+  """Return the position, or the number of keys, of each of B sequences; None if its values are not `at_hand`."""
+  if isinstance(x, Tensor):
+    return None if (values := at_hand(x)) is None else values.tolist()
+  if capturing:
+    return None
+  if isinstance(x, UOp):
+    expression, bound = x.unbind_all()
+    x = sym_infer(expression, {variable.expr: value for variable, value in bound.items()})
+  return [x] * B
 
 
 def batched(name: str, x: Any) -> Any:

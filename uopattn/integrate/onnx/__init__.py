@@ -9,5 +9,10 @@ documentation is https://github.com/microsoft/onnxruntime/blob/main/docs/Contrib
   provider refuses, are those of the documentation.
 - Among GroupQueryAttention's scores (`qk_output=1`) those of hidden keys are -inf; the CPU provider has 0 there.
 - A scale for a cache that has no integers is refused, not ignored.
+- With MultiHeadAttention's `unidirectional=1`, more keys than queries and no past, no query sees a key after its own
+  number; the CPU provider shows the last query all keys.
+- With a past, GroupQueryAttention may have several batches of several queries, and its total_sequence_length may lie
+  between the rows of the past and those with the new ones; the CPU provider refuses both.
+- `position_ids` without a row in cos_cache are refused if their values are known without computing.
 - Presents may be left out, and a cache of integers need not have a past.
 """

@@ -1,7 +1,6 @@
 """com.microsoft's GroupQueryAttention."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,17 +11,17 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.softmax import FLOAT32_MAX
 from uopattn.integrate.onnx.cache import OPERATOR, Stored, in_window, storage
 from uopattn.integrate.onnx.shared import (
-  Operator,
   check_heads,
   check_past,
   padded_mask,
+  refuse_unknown,
   scores,
   with_heads,
   without_heads,
   written,
 )
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.tensors import check_size
+from uopattn.spec.tensors import at_hand, check_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,42 +70,31 @@ class Attributes:
   k_norm_epsilon: float | None = None
 
 
-def group_query_attention(backend: Callable[[], str]) -> Operator:
-  """Return the operator GroupQueryAttention.
+def group_query_attention(*inputs: Tensor | None, backend: str = "auto", **attributes: Any) -> tuple[Tensor, ...]:
+  """Compute the operator GroupQueryAttention; return the output, the present keys and values, and scores or weights.
 
   It reads total_sequence_length, and query_seqlens and seqlens_k if the former is given, which a `TinyJit` cannot
   capture. Norms of queries and keys, which onnxruntime's CPU provider lacks, are those of its documentation.
+
+  Args:
+    inputs: those of `Inputs`.
+    attributes: those of `Attributes`.
   """
-
-  def operator(*inputs: Tensor | None, **attributes: Any) -> tuple[Tensor, ...]:
-    _check_known(inputs, attributes)
-    known_inputs: Any = inputs[: len(fields(Inputs))]
-    return _computed(Inputs(*known_inputs), Attributes(**attributes), backend())
-
-  return operator
-
-
-def _check_known(inputs: tuple[Tensor | None, ...], attributes: dict[str, Any]) -> None:
-  """Raise NotImplementedError for inputs and attributes that the operator did not have in onnxruntime 1.32."""
-  known = {x.name for x in fields(Attributes)}
-  unknown = ["a further input" for x in inputs[len(fields(Inputs)) :] if x is not None]
-  unknown += [f"{name}={value!r}" for name, value in attributes.items() if name not in known]
-  if unknown:
-    raise NotImplementedError(f"{OPERATOR}: {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} not supported")
-
-
-def _computed(x: Inputs, a: Attributes, backend: str) -> tuple[Tensor, ...]:
-  """Return the outputs: that of attention, the present keys and values, and the scores or weights."""
+  count, known = len(fields(Inputs)), {x.name for x in fields(Attributes)}
+  refuse_unknown(OPERATOR, inputs[count:], {name: x for name, x in attributes.items() if name not in known})
+  known_inputs: Any = inputs[:count]
+  x, a = Inputs(*known_inputs), Attributes(**attributes)
   _check_caches(x, a)
   q, k, v = _projections(x, a)
   forms = _forms(x, a, k, v)
   M, total = sizes(q)[2], int(x.total_sequence_length.item())
+  _check_lengths(x, a, M, total)
   lengths = x.seqlens_k.reshape(-1).cast(dtypes.int) + 1  # (B,)
   past: int | Tensor = 0 if total == M else lengths - M  # a prompt begins at 0, and may be padded on the right
   if x.query_seqlens is not None:
-    past = lengths - _checked_counts(x.query_seqlens, lengths, M, x, a)
+    past = lengths - _checked_counts(x.query_seqlens, lengths, M, total, x, a)
   if a.do_rotary == 1:
-    q, k = _both_rotated(q, k, past, x, a.rotary_interleaved == 1)
+    q, k = _both_rotated(q, k, past, total, x, a.rotary_interleaved == 1)
   if forms is not None:
     k, v = (form.stored(rows) for form, rows in zip(forms, (k, v), strict=True))
   k, v, present, first = _with_past(k, v, x, a, past, lengths, total)
@@ -150,7 +138,30 @@ def _check_caches(x: Inputs, a: Attributes) -> None:
       raise NotImplementedError(f"{OPERATOR}: qk_output={a.qk_output} is not supported with sliding_window_cache=1")
 
 
-def _checked_counts(counts: Tensor, lengths: Tensor, M: int, x: Inputs, a: Attributes) -> Tensor:
+def _check_lengths(x: Inputs, a: Attributes, M: int, total: int) -> None:
+  """Raise ValueError unless total_sequence_length, and seqlens_k if its values are at hand, fit M rows and the cache.
+
+  With query_seqlens, `_checked_counts` says which values fit. A cache of a window holds texts of any length.
+  """
+  B, held = sizes(x.query)[0], 0 if x.past_key is None else sizes(x.past_key)[2]
+  if x.seqlens_k.numel() != B:
+    wrong = f"seqlens_k has shape {x.seqlens_k.shape}"
+    raise ValueError(f"{OPERATOR}: {wrong}; it must have {B} elements, one for each batch")
+  if x.query_seqlens is not None:
+    return
+  if not a.sliding_window_cache and not M <= total <= held + M:
+    accepted = f"with {M} rows and a cache of {held} it must be from {M} to {held + M}"
+    raise ValueError(f"{OPERATOR}: total_sequence_length is {total}; {accepted}")
+  least, most = min(M, 1) if total == M else M, math.inf if a.sliding_window_cache else total
+  values = at_hand(x.seqlens_k)
+  for b, last in enumerate([] if values is None else values.reshape(-1).tolist()):
+    if not least <= last + 1 <= most:
+      accepted = f"at least {least - 1}" if a.sliding_window_cache else f"from {least - 1} to {total - 1}"
+      of = f"with {M} rows and total_sequence_length={total}"
+      raise ValueError(f"{OPERATOR}: seqlens_k[{b}] is {last}; {of} it must be {accepted}")
+
+
+def _checked_counts(counts: Tensor, lengths: Tensor, M: int, total: int, x: Inputs, a: Attributes) -> Tensor:
   """Return query_seqlens, the number of new keys of each batch among M rows, (B,)."""
   if counts.shape != lengths.shape:
     raise ValueError(f"{OPERATOR}: query_seqlens has shape {counts.shape}; it must be {lengths.shape}")
@@ -160,6 +171,9 @@ def _checked_counts(counts: Tensor, lengths: Tensor, M: int, x: Inputs, a: Attri
       raise ValueError(f"{OPERATOR}: seqlens_k[{b}] is {length - 1}; it must be at least -1")
     if length > held + M:
       most = f"with {M} rows and a cache of {held} it must be at most {held + M - 1}"
+      raise ValueError(f"{OPERATOR}: seqlens_k[{b}] is {length - 1}; {most}")
+    if length > total and not a.sliding_window_cache:
+      most = f"with total_sequence_length={total} it must be at most {total - 1}"
       raise ValueError(f"{OPERATOR}: seqlens_k[{b}] is {length - 1}; {most}")
     low, high = max(0, length - held), min(M, length)
     if not low <= count <= high:
@@ -207,6 +221,9 @@ def _projections(x: Inputs, a: Attributes) -> tuple[Tensor, Tensor, Tensor]:
   """Return q, (B, heads, M, D), and k and v, (B, kv_heads, M, D), which may be packed in the query; normalised."""
   query, key, value, heads, kv_heads = x.query, x.key, x.value, a.num_heads, a.kv_num_heads
   of_q, of_kv = f"{OPERATOR}: num_heads", f"{OPERATOR}: kv_num_heads"
+  if (key is None) != (value is None):
+    missing = "key" if key is None else "value"
+    raise ValueError(f"{OPERATOR}: {missing} is missing; key and value must be given together, or packed in query")
   if key is None or value is None:
     check_size(of_q, heads, 1)
     check_size(of_kv, kv_heads, 1)
@@ -242,10 +259,24 @@ def _forms(x: Inputs, a: Attributes, k: Tensor, v: Tensor) -> tuple[Stored, Stor
   return None if of_k is None or of_v is None else (of_k, of_v)  # one alone has been refused
 
 
-def _both_rotated(q: Tensor, k: Tensor, past: int | Tensor, x: Inputs, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _both_rotated(
+  q: Tensor, k: Tensor, past: int | Tensor, total: int, x: Inputs, interleaved: bool
+) -> tuple[Tensor, Tensor]:
   """Rotate q and k by the angles of their positions, which follow `past` unless they are given."""
   if x.cos_cache is None or x.sin_cache is None:
     raise ValueError(f"{OPERATOR}: do_rotary needs cos_cache and sin_cache")
+  if x.cos_cache.ndim != 2 or x.sin_cache.shape != x.cos_cache.shape:
+    shapes = f"cos_cache has shape {x.cos_cache.shape}, sin_cache {x.sin_cache.shape}"
+    raise ValueError(f"{OPERATOR}: {shapes}; both must have the same two dimensions")
+  known = sizes(x.cos_cache)[0]
+  if x.position_ids is None and known < total:
+    too_few = f"cos_cache has {known} rows and total_sequence_length is {total}"
+    raise ValueError(f"{OPERATOR}: {too_few}; there must be one for each position")
+  values = None if x.position_ids is None else at_hand(x.position_ids)
+  for position in [] if values is None else values.reshape(-1).tolist():
+    if not 0 <= position < known:
+      wrong = f"position_ids holds {position}"
+      raise ValueError(f"{OPERATOR}: {wrong}; it must be from 0 to {known - 1}, as cos_cache has {known} rows")
   B, _, M, _ = sizes(q)
   first = past.reshape(-1, 1) if isinstance(past, Tensor) else past
   positions = Tensor.arange(M).reshape(1, -1) + first if x.position_ids is None else x.position_ids

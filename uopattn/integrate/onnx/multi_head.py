@@ -1,15 +1,15 @@
 """com.microsoft's MultiHeadAttention."""
 
-from collections.abc import Callable
+from typing import Any
 
 from tinygrad import Tensor
 
 from uopattn.api.attention import attend
 from uopattn.dsl import sizes
 from uopattn.integrate.onnx.shared import (
-  Operator,
   check_past,
   padded_mask,
+  refuse_unknown,
   scores,
   with_heads,
   without_heads,
@@ -21,50 +21,52 @@ from uopattn.spec.tensors import check_size
 HEADS = "MultiHeadAttention: num_heads"
 
 
-def multi_head_attention(backend: Callable[[], str]) -> Operator:
-  """Return the operator MultiHeadAttention. It reads past_sequence_length, which a `TinyJit` cannot capture."""
+def multi_head_attention(
+  query: Tensor,
+  key: Tensor | None = None,
+  value: Tensor | None = None,
+  bias: Tensor | None = None,
+  key_padding_mask: Tensor | None = None,
+  attention_bias: Tensor | None = None,
+  past_key: Tensor | None = None,
+  past_value: Tensor | None = None,
+  past_sequence_length: Tensor | None = None,
+  cache_indirection: Tensor | None = None,
+  *further: Tensor | None,
+  num_heads: int,
+  mask_filter_value: float = -10000.0,
+  scale: float | None = None,
+  unidirectional: int = 0,
+  backend: str = "auto",
+  **unknown: Any,
+) -> tuple[Tensor, ...]:
+  """Compute the operator MultiHeadAttention; return the output, the present keys and values, and the scores.
 
-  def operator(
-    query: Tensor,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    bias: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    attention_bias: Tensor | None = None,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    past_sequence_length: Tensor | None = None,
-    cache_indirection: Tensor | None = None,
-    *,
-    num_heads: int,
-    mask_filter_value: float = -10000.0,
-    scale: float | None = None,
-    unidirectional: int = 0,
-  ) -> tuple[Tensor, ...]:
-    if cache_indirection is not None:
-      raise NotImplementedError("MultiHeadAttention: cache_indirection is not supported")
-    check_past("MultiHeadAttention", past_key, past_value)
-    q, k, v = _projections(query, key, value, bias, num_heads)
-    new, past, start = sizes(k)[2], 0, None
-    if past_sequence_length is not None:
-      past = _past_length(past_sequence_length, past_key, new)
-      start = past_sequence_length.reshape(1).expand(sizes(q)[0])  # one kernel serves all its values
-    elif past_key is not None:
-      past = sizes(past_key)[2]
-    if past_key is not None and past_value is not None:
-      held = (past_key, k), (past_value, v)
-      k, v = (x.cat(y, dim=2) if start is None else written(x, y, start, sizes(x)[2]) for x, y in held)
-    arguments = Arguments(
-      attn_mask=_additive(attention_bias, key_padding_mask, mask_filter_value, past + new, sizes(k)[2], q),
-      is_causal=unidirectional == 1,
-      q_start=past if start is None else start,
-      kv_lengths=None if start is None else start + new,
-      scale=scale or None,
-    )
-    out = without_heads(attend(q, k, v, arguments, backend()))
-    return out, k, v, scores(q, k, v, arguments, 2)[..., : past + new]
-
-  return operator
+  It reads past_sequence_length, which a `TinyJit` cannot capture.
+  """
+  refuse_unknown("MultiHeadAttention", further, unknown)
+  if cache_indirection is not None:
+    raise NotImplementedError("MultiHeadAttention: cache_indirection is not supported")
+  check_past("MultiHeadAttention", past_key, past_value)
+  q, k, v = _projections(query, key, value, bias, num_heads)
+  new, past, start = sizes(k)[2], 0, None
+  if past_sequence_length is not None:
+    past = _past_length(past_sequence_length, past_key, new)
+    start = past_sequence_length.reshape(1).expand(sizes(q)[0])  # one kernel serves all its values
+  elif past_key is not None:
+    past = sizes(past_key)[2]
+  if past_key is not None and past_value is not None:
+    held = (past_key, k), (past_value, v)
+    k, v = (x.cat(y, dim=2) if start is None else written(x, y, start, sizes(x)[2]) for x, y in held)
+  arguments = Arguments(
+    attn_mask=_additive(attention_bias, key_padding_mask, mask_filter_value, past + new, sizes(k)[2], q),
+    is_causal=unidirectional == 1,
+    q_start=past if start is None else start,
+    kv_lengths=None if start is None else start + new,
+    scale=scale or None,
+  )
+  out = without_heads(attend(q, k, v, arguments, backend))
+  return out, k, v, scores(q, k, v, arguments, 2)[..., : past + new]
 
 
 def _past_length(length: Tensor, past_key: Tensor | None, new: int) -> int:
@@ -93,11 +95,16 @@ def _projections(
     biases = [
       x.reshape(1, heads, 1, -1) for x in bias.split([heads * D, heads * D, int(bias.shape[0]) - 2 * heads * D])
     ]
-  if query.ndim == 5:  # (B, N, heads, 3, D)
+  if query.ndim == 5:
+    _check_packed("query", query, heads, 3, {"key": key, "value": value})
     q, k, v = (query[:, :, :, i].transpose(1, 2) for i in range(3))
-  elif key is not None and key.ndim == 5:  # (B, N, heads, 2, D)
+  elif key is not None and key.ndim == 5:
+    _check_packed("key", key, heads, 2, {"value": value})
     q, k, v = with_heads(query, heads, HEADS), *(key[:, :, :, i].transpose(1, 2) for i in range(2))
   elif key is not None and value is not None:
+    if key.ndim != value.ndim or key.ndim not in (3, 4):
+      shapes = f"key has shape {key.shape}, value {value.shape}"
+      raise ValueError(f"MultiHeadAttention: {shapes}; both must have three dimensions, or both four")
     if key.ndim == 4:  # keys and values with heads have their biases already
       biases[1:] = [None, None]
     k, v = (x if x.ndim == 4 else with_heads(x, heads, HEADS) for x in (key, value))
@@ -106,6 +113,16 @@ def _projections(
     raise ValueError("MultiHeadAttention: key and value are missing, and query is not packed, (B, N, heads, 3, D)")
   q, k, v = (x if b is None else x + b for x, b in zip((q, k, v), biases, strict=True))
   return q, k, v
+
+
+def _check_packed(name: str, x: Tensor, heads: int, parts: int, others: dict[str, Tensor | None]) -> None:
+  """Raise ValueError unless x is (B, N, heads, parts, D), and the inputs are missing that are packed in it."""
+  if x.shape[2:4] != (heads, parts):
+    accepted = f"(B, N, num_heads, {parts}, D), and num_heads is {heads}"
+    raise ValueError(f"MultiHeadAttention: {name} has shape {x.shape}; packed it must be {accepted}")
+  for other, y in others.items():
+    if y is not None:
+      raise ValueError(f"MultiHeadAttention: {other} is given, and packed in {name}, of shape {x.shape}")
 
 
 def _additive(

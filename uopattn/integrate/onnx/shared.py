@@ -1,7 +1,7 @@
 """What the operators share: heads, masks, scores, and caches with new rows."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinygrad import Tensor, dtypes
@@ -13,6 +13,14 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.tensors import check_size
 
 Operator = Callable[..., Any]
+
+
+def refuse_unknown(operator: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> None:
+  """Raise NotImplementedError if there are further inputs, or attributes, that an operator does not know."""
+  unknown = ["a further input" for x in inputs if x is not None]
+  unknown += [f"{name}={value!r}" for name, value in attributes.items()]
+  if unknown:
+    raise NotImplementedError(f"{operator}: {', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} not supported")
 
 
 def scores(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, mode: int) -> Tensor:
