@@ -430,7 +430,9 @@ HOPPER_BARRIERS = {
   "queries given back by nobody": Mistake(
     tma.Slots,
     "release",
-    lambda right: lambda self, n, *after, when=None: right(self, n, *after) if when is None else UOp.group(*after),
+    lambda right: (
+      lambda self, n, *after, when=None, last=False: right(self, n, *after) if when is None else UOp.group(*after)
+    ),
   ),
   "more bytes expected than come": Mistake(
     Cuda,
