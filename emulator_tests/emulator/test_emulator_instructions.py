@@ -282,7 +282,7 @@ def test_a_copy_of_zeros_reads_nothing():
 
   got = launch(body(True), X, X[:length], arch="sm_80")
   np.testing.assert_array_equal(got, np.where(np.arange(128) < length, X, 0))
-  with pytest.raises(emulator.OutOfBounds, match=r"reads argument 1 at index \[40"):
+  with pytest.raises(emulator.OutOfBounds, match=r"copies 16 bytes from argument 1 at byte \[160"):
     launch(body(False), X, X[:length], arch="sm_80")
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.emulator.lanes import Run, Shape
+from uopattn.emulator.lanes import Run, Shape, wave_bits
 from uopattn.emulator.memory import LDS
 
 T = 64  # threads: two waves of 32
@@ -77,6 +77,49 @@ def test_within_a_wave_no_barrier_is_needed():
   assert only(emulator.delete_each_barrier(on_emulator(swap, X))) is None
   on_wide = only(emulator.delete_each_barrier(on_emulator(reverse, X, arch="gfx942")))  # one wave of 64
   assert on_wide is None
+
+
+@pytest.mark.parametrize(("count", "distance"), [(64, 1), (256, 1), (256, 64), (1024, 1), (1024, 512)])
+def test_in_opencl_any_two_threads_need_a_barrier(count, distance):
+  def exchange(o, x):
+    t, s = threads(count), lds(0, count)
+    s = s.after(UOp.barrier(s[t].store(x[t].load())))
+    return kernel(f"exchange{count}_{distance}", [o[t].store(s[t ^ distance].load())], t)
+
+  x = np.arange(count, dtype=np.float32)
+  outcomes = emulator.delete_each_barrier(on_emulator(exchange, x, size=count, arch="cl"))
+  assert isinstance(only(outcomes), emulator.Race)
+
+
+@pytest.mark.parametrize("count", [2, 32, 33, 1024])
+def test_waves_are_told_apart_by_bits(count):
+  bits = wave_bits(np.arange(count), count)
+  assert ((bits[:, None] & ~bits != 0) == ~np.eye(count, dtype=bool)).all()
+
+
+def test_of_kernels_with_one_name_each_is_tried():
+  def body(other):
+    def fxn(o, x):
+      t, s = threads(T), lds(0, T)
+      s = s.after(UOp.barrier(s[t].store(x[t].load())))
+      return kernel("one_name", [o[t].store(s[T - 1 - t if other else t].load())], t)
+
+    return fxn
+
+  outcomes = emulator.delete_each_barrier(
+    lambda: [on_emulator(body(other), X)() for other in (False, True)], "one_name"
+  )
+  assert [type(x.caught) for x in outcomes] == [type(None), emulator.Race]
+
+
+def test_what_would_try_nothing_is_an_error(monkeypatch):
+  with pytest.raises(ValueError, match="no kernel other was launched, but reverse"):
+    emulator.delete_each_barrier(on_emulator(reverse, X), "other")
+  with pytest.raises(ValueError, match=r"no kernel .*was launched, but nothing"):
+    emulator.delete_each_barrier(lambda: None)
+  monkeypatch.setenv("EMU_TEXT", "1")
+  with pytest.raises(RuntimeError, match="kernels run as text"):
+    emulator.delete_each_barrier(on_emulator(reverse, X))
 
 
 def test_write_after_write_needs_a_barrier():

@@ -14,7 +14,7 @@ from uopattn.dsl.instructions import BY_TEXT, CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import row_of
 from uopattn.emulator.errors import instruction_of
-from uopattn.emulator.warpgroup import THREADS
+from uopattn.emulator.hopper import THREADS
 
 ARCH = "sm_90"
 WIDTH = 64  # columns of a panel
@@ -63,7 +63,7 @@ def store_result(o, d, thread, n):
   ]
 
 
-def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, spoil=None, active=None):
+def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, spoil=None, active=None, in_lds=True):
   """D = A B with A (64, k) and B (n, k) transposed, both in LDS; the keywords each put in a mistake."""
 
   def body(o, a, b):
@@ -74,7 +74,7 @@ def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, s
     at = offset(t) if callable(offset) else offset
     trip = () if active is None else (loop(active(t)),)
     after = (ready, *trip)
-    operands = d[0], left.after(*after)[at], right.after(*after)[0]
+    operands = d[0], (left.after(*after) if in_lds else a)[at], right.after(*after)[0]
     started = wgmma.start(TYPES[kind], n, k // 16, *operands, (64 * WIDTH, n * WIDTH), *after)
     if spoil is not None:
       started = spoil(t, d, left, right, started)
@@ -243,6 +243,22 @@ def read_early(t, d, left, right, started):
   return d.after(started)[0].store(d.after(started)[0].load() + 1)
 
 
+def write_accumulators(t, d, left, right, started):
+  return d.after(started)[3].store(7.0)
+
+
+def write_between_products(t, d, left, right, started):
+  stored = d.after(started)[3].store(7.0)
+  operands = d.after(stored)[0], left.after(stored)[0], right.after(stored)[0]
+  return wgmma.start(dtypes.half, 16, 2, *operands, (64 * WIDTH, 16 * WIDTH), stored, clears=False)
+
+
+def read_between_products(t, d, left, right, started):
+  operands = d[0], left[0], right[0], (64 * WIDTH, 16 * WIDTH)
+  one_left = wgmma.wait(1, 16, d[0], wgmma.start(dtypes.half, 16, 2, *operands, started, clears=False))
+  return d.after(one_left)[0].store(d.after(one_left)[0].load() + 1)
+
+
 def wait_for_other_registers(t, d, left, right, started):
   return wgmma.wait(0, 16, reg(3, 8)[0], started)
 
@@ -250,12 +266,20 @@ def wait_for_other_registers(t, d, left, right, started):
 MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "result read before the wait": ({"wait": False}, emulator.Unwritten, "registers 0 .* which nothing has written"),
   "accumulators used in flight": ({"spoil": read_early}, emulator.Unwritten, "registers 0 .* nothing has written"),
+  "accumulators used between two": ({"spoil": read_between_products}, emulator.Unwritten, "nothing has written"),
+  "accumulators written in flight": (
+    {"spoil": write_accumulators},
+    emulator.Race,
+    r"registers 0 .* at index 3 was written while a product adds to it",
+  ),
+  "accumulators written between two": ({"spoil": write_between_products}, emulator.Race, "while a product adds to it"),
+  "operand in global memory": ({"in_lds": False}, emulator.OutOfBounds, "at argument 1, which is not in LDS"),
   "left operand overwritten in flight": ({"spoil": overwrite_left}, emulator.Race, "LDS 1"),
   "right operand overwritten in flight": ({"spoil": overwrite_right}, emulator.Race, "LDS 2"),
   "overwritten between barriers": ({"spoil": overwrite_in_order}, emulator.Race, "overwritten before the wait"),
   "no fence": ({"fence": False}, emulator.Race, "written without a fence_proxy_async since"),
-  "misaligned": ({"offset": 8}, emulator.OutOfBounds, "an LDS address that 1024 does not divide"),
-  "misaligned by rows": ({"offset": 4 * WIDTH}, emulator.OutOfBounds, "an LDS address that 1024 does not divide"),
+  "misaligned": ({"offset": 8}, emulator.Misaligned, "an LDS address that is not a multiple of 1024"),
+  "misaligned by rows": ({"offset": 4 * WIDTH}, emulator.Misaligned, "an LDS address that is not a multiple of 1024"),
   "past the end": ({"offset": 64 * WIDTH}, emulator.OutOfBounds, r"which has \d+ bytes"),
   "addresses differ": ({"offset": lambda t: t // 64 * 512}, emulator.Divergence, "names different matrices"),
   "inactive lanes": ({"active": lambda t: (t < 96).where(1, 0)}, emulator.Divergence, "inactive lanes"),
