@@ -1,5 +1,7 @@
 """LDS races: found where two waves meet without a barrier, and nowhere else."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from emulator_kernels import kernel, launch, lds, loop, on_emulator, reg, threads
@@ -236,3 +238,19 @@ def test_a_barrier_orders_its_own_workgroup_only():
   run.mask = run.group == 0
   with pytest.raises(emulator.Race, match="workgroup 0"):
     memory.load(u, T - 1 - lane, dtypes.float, 1)
+
+
+def test_a_write_over_a_bulk_copy_needs_a_wait_for_it():
+  run = Run("copied", "sm_90", Shape(1, T, 32), (T, 1, 1), True, None)
+  run.asynchronous, run.clock = True, 1
+  knows = np.array([[True, True], [True, False]])  # only wave 0 knows that copy 1 has landed
+  run.tracks = SimpleNamespace(seen=np.zeros((2, 2), int), copies=knows)
+  memory, u, values = LDS(run, "LDS", 4 * T, 4), UOp.const(0), [np.zeros(T, np.float32)]
+  memory.landed(np.arange(T), 1)
+  run.mask = run.wave == 0
+  memory.store(u, np.arange(T), dtypes.float, values)
+  run.mask = run.wave == 1
+  with pytest.raises(
+    emulator.Race, match=r"writes LDS at byte \[128, .*, which a bulk copy wrote, without a wait for it"
+  ):
+    memory.store(u, np.arange(T), dtypes.float, values)

@@ -29,6 +29,7 @@ def added(
   first: int = 0,
   when: Callable[[UOp], UOp] = lambda t: t.eq(0),
   start: int = 0,
+  count: int = 16 * GROUP,
 ) -> Kernel:
   """A kernel whose workgroups add a number per thread to a sum, twice; the keywords each put in a mistake.
 
@@ -47,7 +48,7 @@ def added(
       own = (lds(3, 2, dtypes.int) if in_lds else semaphores)[i]
       last = CUDA.semaphore_wait(own, g, lead, stored) if taken else stored
       to = o[i * 4 * GROUP]
-      last = CUDA.tma_reduce_add(to, memory[start], 16 * GROUP, g.eq(first), lead, last)
+      last = CUDA.tma_reduce_add(to, memory[start], count, g.eq(first), lead, last)
       last = CUDA.bulk_wait_read(lead, last) if read else last
       last = CUDA.mbarrier_arrive(barriers[0], t.eq(0), last)
       last = CUDA.bulk_wait(lead, last) if waited and not early else last
@@ -79,6 +80,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "released for nobody": ({"given": 2}, emulator.Divergence, "waits for 1 at a semaphore that is 2"),
   "the last one stores": ({"first": COUNT - 1}, emulator.Race, "stores over what was added"),
   "added by all": ({"when": lambda t: t >= 0}, emulator.Divergence, "in several lanes at once"),
+  "a part of 16 bytes": ({"count": 24}, emulator.Misaligned, "adds 24 bytes, which is not a multiple of 16"),
   "past the end": ({"start": 8}, emulator.OutOfBounds, r"adds 4096 bytes from LDS 1 .* at byte \[32\]"),
   "from an address not aligned": ({"start": 2}, emulator.Misaligned, "an LDS address that is not a multiple of 16"),
 }

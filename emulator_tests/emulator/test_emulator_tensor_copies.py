@@ -99,6 +99,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "address before the start": ({"first": -COLUMNS}, emulator.OutOfBounds, r"map of argument 1 at byte \[-128\]"),
   "map at a bad place": ({"room": 1}, emulator.Misaligned, "map at an LDS address that is not a multiple of 128"),
   "stride not aligned": ({"pitch": 60}, emulator.Misaligned, "builds a tensor map with strides of"),
+  "matrix of no rows": ({"height": 0}, emulator.OutOfBounds, r"builds a tensor map of \[64, 0, 1, 1\]"),
   "matrix past the buffer": (
     {"height": HEIGHT + 1},
     emulator.OutOfBounds,
