@@ -402,16 +402,10 @@ def machine(arch: str, dtype: DType = HALF) -> Machine:
   return found
 
 
-def on_machines(
-  *arches: str, dtype: DType = HALF, slow: tuple[str, ...] = (), slowest: tuple[str, ...] = ()
-) -> pytest.MarkDecorator:
+def on_machines(*arches: str, slow: tuple[str, ...] = (), slowest: tuple[str, ...] = ()) -> pytest.MarkDecorator:
   """Parametrizes a test by `schedule` and `machine`; `slow` are left to `--values`, `slowest` to `--slow`."""
   marked = ((arches, ()), (slow, pytest.mark.slow), (slowest, pytest.mark.slowest))
-  given = [
-    pytest.param(machine(x, dtype).schedule, machine(x, dtype), id=x, marks=mark)
-    for names, mark in marked
-    for x in names
-  ]
+  given = [pytest.param(machine(x).schedule, machine(x), id=x, marks=mark) for names, mark in marked for x in names]
   return pytest.mark.parametrize(("schedule", "machine"), given)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
+from helpers import normal
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
@@ -19,7 +20,6 @@ from uopattn.emulator.hopper import THREADS
 ARCH = "sm_90"
 WIDTH = 64  # columns of a panel
 TYPES = {"half": dtypes.half, "bfloat16": dtypes.bfloat16}
-RNG = np.random.default_rng(0)
 ERROR = 1e-4  # float32 sums of up to 128 products of numbers near 1
 
 
@@ -35,8 +35,8 @@ def exact(x, kind):
   )  # fmt: skip
 
 
-def matrix(rows, columns, kind):
-  return bits(RNG.standard_normal((rows, columns), np.float32), kind)
+def matrix(rows, columns, kind, seed=0):
+  return bits(normal(rows, columns, seed=seed), kind)
 
 
 def panelled(memory, source, rows, columns, thread, count):
@@ -87,7 +87,7 @@ def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, s
 
 def run(body, n, k, kind="half"):
   """The result, and the two matrices as numbers."""
-  a, b = matrix(64, k, kind), matrix(n, k, kind)
+  a, b = matrix(64, k, kind), matrix(n, k, kind, seed=1)
   got = launch(body, np.zeros(64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH)
   return got.reshape(64, n), exact(a, kind), exact(b, kind)
 
@@ -126,7 +126,7 @@ def from_registers(n, k, kind, *, spoil=None, words=None, by_columns=False):
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(("n", "k"), [(8, 16), (16, 48), (64, 32), (80, 64), (128, 16)])
 def test_product_from_registers(n, k, kind):
-  p, v = matrix(64, k, kind), matrix(k, n, kind)
+  p, v = matrix(64, k, kind), matrix(k, n, kind, seed=1)
   got = launch(from_registers(n, k, kind), np.zeros(64 * n, np.float32), p.ravel(), v.ravel(), arch=ARCH)
   np.testing.assert_allclose(got.reshape(64, n), 1 + exact(p, kind) @ exact(v, kind), rtol=1e-5, atol=ERROR)
 
@@ -151,7 +151,7 @@ def test_product_of_matrices_whose_rows_are_k(n, k, clears):
     done = wgmma.wait(0, n, d[0], started)
     return kernel(f"by_rows_{n}_{k}", store_result(o, d.after(done), t, n), t)
 
-  a, b = matrix(k, 64, "half"), matrix(k, n, "half")
+  a, b = matrix(k, 64, "half"), matrix(k, n, "half", seed=1)
   got = launch(body, np.zeros(64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH)
   expected = (not clears) + exact(a, "half").T @ exact(b, "half")
   np.testing.assert_allclose(got.reshape(64, n), expected, rtol=1e-5, atol=ERROR)
@@ -193,7 +193,7 @@ def test_two_warpgroups_have_their_own_rows():
     started = wgmma.start(dtypes.half, n, 1, d[0], rows, right.after(ready)[0], (128 * WIDTH, n * WIDTH), ready)
     return kernel("two_groups", store_result(o, d.after(wgmma.wait(0, n, d[0], started)), t, n), t)
 
-  a, b = matrix(128, k, "half"), matrix(n, k, "half")
+  a, b = matrix(128, k, "half"), matrix(n, k, "half", seed=1)
   with emulator.profile() as profile:
     got = launch(body, np.zeros(128 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH)
   np.testing.assert_allclose(got.reshape(128, n), exact(a, "half") @ exact(b, "half").T, rtol=1e-5, atol=ERROR)
@@ -317,7 +317,7 @@ def test_workgroups_part_with_products_under_way():
     ]
     return kernel("parting", stores, t, g)
 
-  a, b = matrix(64, k, "half"), matrix(n, k, "half")
+  a, b = matrix(64, k, "half"), matrix(n, k, "half", seed=1)
   got = launch(body, np.zeros(2 * 64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH).reshape(2, 64, n)
   for part in got:
     np.testing.assert_allclose(part, exact(a, "half") @ exact(b, "half").T, rtol=1e-5, atol=ERROR)
@@ -328,14 +328,14 @@ def test_an_operand_changed_in_flight_is_a_race():
     return a.after(started)[2].store(UOp.const(7, dtypes.uint))
 
   n, k = 16, 16
-  p, v = matrix(64, k, "half"), matrix(k, n, "half")
+  p, v = matrix(64, k, "half"), matrix(k, n, "half", seed=1)
   with pytest.raises(emulator.Race, match=r"registers 1 .* at index 2 was written while a product reads it"):
     launch(from_registers(n, k, "half", spoil=spoil), np.zeros(64 * n, np.float32), p.ravel(), v.ravel(), arch=ARCH)
 
 
 def test_an_operand_that_nothing_wrote_is_an_error():
   n, k = 16, 32
-  p, v = matrix(64, k, "half"), matrix(k, n, "half")
+  p, v = matrix(64, k, "half"), matrix(k, n, "half", seed=1)
   with pytest.raises(emulator.Unwritten, match=r"registers 1 .* at index 4, which nothing has written"):
     launch(from_registers(n, k, "half", words=4), np.zeros(64 * n, np.float32), p.ravel(), v.ravel(), arch=ARCH)
 

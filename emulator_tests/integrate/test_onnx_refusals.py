@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_onnx import DECODE, HKV, PAST, SELF, B, D, H, M, normal
+from helpers import normal
+from test_onnx import DECODE, HKV, PAST, SELF, B, D, H, M
 from tinygrad import Tensor
 
 from uopattn.integrate.onnx.grouped import Inputs, group_query_attention

@@ -24,6 +24,13 @@ from uopattn.emulator import msl
 
 APPLE = SUBJECTS["apple"]
 BFLOAT = dtypes.bfloat16
+# Without metal_stdlib, which would be a fault if it did not compile, but with the headers of C that it includes.
+PROBE = """
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+extern "C" const char *shim_run() { return 0; }
+"""
 NAME = "attention_1_1_40_70_32_32_causal"
 
 
@@ -31,7 +38,7 @@ NAME = "attention_1_1_40_70_32_32_causal"
 def as_text(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels run as text, and simdgroups in random order."""
   try:
-    msl.compiled('#include <metal_stdlib>\nextern "C" const char *shim_run() { return 0; }')
+    msl.compiled(PROBE)
   except msl.TextError:
     pytest.skip("clang finds no headers of C, or no linker")
   monkeypatch.setenv("EMU_TEXT", "1")

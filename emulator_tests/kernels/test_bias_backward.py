@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conformance_backward import BFLOAT, FLOAT, HALF, stored
 from gradients import check_gradients
-from helpers import inputs, on, on_device
+from helpers import inputs, normal, on, on_device
 from test_dropout import P, kept_by_seed
 from tinygrad import Device, Tensor
 from tinygrad.dtype import DType
@@ -28,7 +28,6 @@ from uopattn.runtime.prepare import compiled
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
 
-R = np.random.default_rng(3)
 Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 
 
@@ -51,10 +50,6 @@ class Kind:
   slope: Any = None
   first: int = 0
   splits: int = 1
-
-
-def normal(*shape: int) -> Array:
-  return R.standard_normal(shape).astype(np.float32)
 
 
 def sloped(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any) -> Any:
@@ -85,7 +80,7 @@ KINDS = {
   "pairs of some queries": Kind(
     Bias(False, False, Places.PAIRS, (0, 0), count=128),
     (1, 2, 2, 270, 20, 16, 16),
-    {"score_mod": looked_up, "aux": (normal(8), R.integers(0, 8, (270, 20)).astype(np.int32))},
+    {"score_mod": looked_up, "aux": (normal(8), np.random.default_rng(3).integers(0, 8, (270, 20)).astype(np.int32))},
     first=128,
   ),
   "queries": Kind(

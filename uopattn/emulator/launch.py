@@ -54,7 +54,9 @@ def launch(
       _fill(program, run, data)
       run.sums = sums.of_batch()
       if program.asynchronous:
-        run.registers = [min(MOST, REGISTERS // round_up(threads, THREADS) // 8 * 8)] * shape.waves
+        # As many as there are for each lane, but ptxas gives a kernel no more than the most that it takes later.
+        at_first = min(program.most_registers or MOST, REGISTERS // round_up(threads, THREADS) // 8 * 8)
+        run.registers = [at_first] * shape.waves
         by_warps = program.uses("semaphore_wait") or program.uses("ldmatrix")
         run.tracks = Tracks(run, partial(execute, program.steps, run), by_warps)
         run.tracks.finish()

@@ -116,6 +116,13 @@ class Program:
     """Whether the kernel has what only warpgroups that run asynchronously can have; see `tracks`."""
     return any(map(self.uses, ASYNCHRONOUS))
 
+  @property
+  def most_registers(self) -> int | None:
+    """The most registers per lane that the kernel takes by setmaxnreg_inc; None if it takes none."""
+    named = ((instruction_of(u.arg), u) for u in self.uops if u.op is Ops.CUSTOM)
+    counts = (u.src[0] for instruction, u in named if instruction is not None and instruction.name == "setmaxnreg_inc")
+    return max((x.src[0].arg for x in counts), default=None)
+
   def without(self, omit: UOp) -> "Program":
     """Return a copy of the program without one barrier or statement."""
     return Program(self.name, self.arch, self.uops, self.scalars, omit, self.contracted)
