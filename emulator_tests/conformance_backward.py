@@ -16,7 +16,6 @@ from helpers import on, on_device
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
-from writers import one_writer_each
 
 from uopattn.dsl.gpu import wide_backward
 from uopattn.dsl.schedule import Schedule
@@ -402,16 +401,10 @@ def machine(arch: str, dtype: DType = HALF) -> Machine:
   return found
 
 
-def on_machines(
-  *arches: str, dtype: DType = HALF, slow: tuple[str, ...] = (), slowest: tuple[str, ...] = ()
-) -> pytest.MarkDecorator:
+def on_machines(*arches: str, slow: tuple[str, ...] = (), slowest: tuple[str, ...] = ()) -> pytest.MarkDecorator:
   """Parametrizes a test by `schedule` and `machine`; `slow` are left to `--values`, `slowest` to `--slow`."""
   marked = ((arches, ()), (slow, pytest.mark.slow), (slowest, pytest.mark.slowest))
-  given = [
-    pytest.param(machine(x, dtype).schedule, machine(x, dtype), id=x, marks=mark)
-    for names, mark in marked
-    for x in names
-  ]
+  given = [pytest.param(machine(x).schedule, machine(x), id=x, marks=mark) for names, mark in marked for x in names]
   return pytest.mark.parametrize(("schedule", "machine"), given)
 
 
@@ -510,9 +503,8 @@ class Case:
     for x in launch.buffers():
       if x.name in launch.kernel.outputs and x.name not in given:
         given[x.name] = [stored(np.full(x.shape, np.nan, np.float32), x.dtype, self.device)]
-    with one_writer_each():
-      results = launch.run(self.device, given, self.arguments.variables())
-      Tensor.realize(*results.values())
+    results = launch.run(self.device, given, self.arguments.variables())
+    Tensor.realize(*results.values())
     return results
 
   def check(self, tiles: TilePair | None = None) -> dict[str, Array]:

@@ -22,7 +22,7 @@ from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.kernels import cpu_backward, cpu_bias_backward, cpu_decode, cpu_forward
 from uopattn.measure import program
 from uopattn.measure.program import Usage, choose_device
-from uopattn.plan import dispatch
+from uopattn.plan import dispatch, gradient
 
 # What is run: the cases that notice faults which shorter ones do not, and one of most other tests; with --kinds one
 # case of each kind; with --values every value of each parameter, and the long tests; with --slow all, on new examples
@@ -53,7 +53,8 @@ ACCUMULATORS = {
   cpu_backward.Tiles: ("unroll", "vectors"),
   cpu_bias_backward.Tiles: ("unroll", "vectors"),
 }
-# Kernels made of what others are made of: of the tests that many kernels have, the quick suite runs one of theirs.
+# Kernels built from other kernels' parts: of the checks all kernels share, the quick suite runs only
+# `test_matches_the_oracle` on them.
 LATER = {"hopper32", "hopper-wide", "amd32", "amd8", "float32", "float8", "turing", "apple32"}
 OF_LATER = "test_matches_the_oracle"
 REPOSITORY = Path(__file__).parents[1]
@@ -242,6 +243,16 @@ def cover(cases: list[pytest.Item], first: Iterable[pytest.Item] = ()) -> list[p
 def others_garbage() -> None:
   """What earlier modules have left, mostly in caches, is not searched for garbage any more: millions of objects."""
   gc.freeze()
+
+
+@pytest.fixture
+def no_plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Fails what would compute gradients of biases by plain ops."""
+
+  def refused(*given: Any) -> None:
+    raise AssertionError("plain ops")
+
+  monkeypatch.setattr(gradient, "of_scores", refused)
 
 
 def is_small(request: pytest.FixtureRequest) -> bool:

@@ -104,9 +104,9 @@ def check_gradients_of_sequences(dtype: DType, Hq: int = 2, D: int = 16, as_tens
     assert report.correct, report
 
 
-def numeric_gradient(loss: Any, x: Array, step: float = 1e-5) -> Array:
+def numeric_gradient(loss: Any, x: Array) -> Array:
   """The gradient of a function of no arguments by an array that it reads, by central differences."""
-  found = np.zeros_like(x)
+  found, step = np.zeros_like(x), 1e-5
   for place in np.ndindex(x.shape):
     before, values = x[place], []
     for x[place] in (before + step, before - step):

@@ -38,6 +38,11 @@ def _random(*shapes: tuple[int, ...], dtype: DType, seed: int, device: str | Non
   return tuple(placed(random.standard_normal(shape, np.float32), dtype, device) for shape in shapes)
 
 
+def normal(*shape: int, seed: int = 0) -> Array:
+  """Normal random numbers, float32; those of another shape or seed are others."""
+  return np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32)
+
+
 def placed(x: Array, dtype: DType | None = None, device: str | None = None) -> Tensor:
   """An array on a device, by default the default one, in its own type or another one.
 
@@ -120,6 +125,16 @@ def counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> emulator.Counters
   return found
 
 
+def lower(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
+  """A score_mod that reads one of two aux."""
+  return score - slopes[h] * (i - j)
+
+
+def same_part(b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
+  """A mask_mod that reads the other one."""
+  return (parts[i] == parts[j]) | ((i + 2 * j + b) % 5 == h)
+
+
 @contextmanager
 def served_by(kernel: str) -> Iterator[None]:
   """`attention` takes this kernel, whichever it would take on the machine at hand."""
@@ -130,7 +145,7 @@ def served_by(kernel: str) -> Iterator[None]:
 
 
 def dispatch_among(patch: pytest.MonkeyPatch, schedules: Sequence[Schedule], backward: bool = False) -> None:
-  """Of forward passes, or of gradients, dispatch knows these schedules alone."""
+  """Let dispatch know only these schedules, for forward passes or, if `backward`, for gradients."""
   right, replaced = dispatch.schedules, "backward" if backward else "forward"
 
   def found(device: str, kind: dispatch.Kind = "forward") -> tuple[Schedule, ...]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import four_bits
 import numpy as np
-from helpers import placed
+from helpers import normal, placed
 from test_kv_quantized import ROUND
-from test_ragged_cache import machine, normal
+from test_ragged_cache import machine
 from tinygrad import GlobalCounters, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import round_up

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from gradients import Options, check_gradients, check_gradients_of_sequences, cotangents, gradients_of, numeric_gradient
-from helpers import DTYPES, dispatch_among, drawn, on_device, qkv
+from helpers import DTYPES, dispatch_among, drawn, normal, on_device, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 from test_dropout import P, kept_weights
@@ -324,7 +324,7 @@ def test_inputs_that_are_not_whole_arrays(few: bool) -> None:
   B, H, M, N, D = 1, 2, 3 if few else 20, 400 if few else 50, 8
   q, k, v = qkv(B, H, H, M, N, D, D)
   do, _ = cotangents(q, v)
-  row, sinks = Tensor(R.normal(size=N).astype(np.float32)), Tensor(R.normal(size=H).astype(np.float32)).half()
+  row, sinks = Tensor(normal(N)), Tensor(normal(H)).half()
   found = {}
   for backend in ("kernel", "reference"):
     mask = (row * 2).reshape(1, 1, 1, N).expand(B, H, M, N)

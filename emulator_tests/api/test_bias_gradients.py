@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import check_gradients, cotangents
-from helpers import qkv
+from helpers import normal, qkv
 from mistakes import Mistake
 from tinygrad import Context, Tensor, TinyJit, dtypes
 from tinygrad.device import Buffer
@@ -16,19 +16,14 @@ from tinygrad.helpers import NUM_CPU_THREADS, GlobalCounters
 from uopattn import BlockMask, attention
 from uopattn.dsl.cpu import gradients as cpu
 from uopattn.dsl.rules.bias import BiasWork
-from uopattn.plan import bias, gradient
+from uopattn.plan import bias
 
 Array = np.ndarray[Any, Any]
 Options = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 ODD: Shape = (2, 4, 2, 77, 131, 24, 17)
-R = np.random.default_rng(0)
-BUCKETS = R.integers(0, 8, 300).astype(np.int32)
-PLACES = R.integers(0, 8, (77, 131)).astype(np.int32)
-
-
-def normal(*shape: int) -> Array:
-  return R.standard_normal(shape).astype(np.float32)
+BUCKETS = np.random.default_rng(0).integers(0, 8, 300).astype(np.int32)
+PLACES = np.random.default_rng(1).integers(0, 8, (77, 131)).astype(np.int32)
 
 
 def by_head_and_batch(x: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, factor: Any, of: Any) -> Any:
@@ -109,14 +104,6 @@ def by(backend: str, options: Options, mod: Any, aux: tuple[Array, ...]) -> list
     found = loss.gradient(*(x for x in tables if x.is_floating_point()))
     Tensor.realize(*found)
   return list(found)
-
-
-@pytest.fixture
-def no_plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-  def refused(*given: Any) -> None:
-    raise AssertionError("plain ops")
-
-  monkeypatch.setattr(gradient, "of_scores", refused)
 
 
 def check(options: Options, mod: Any, aux: tuple[Array, ...]) -> None:
@@ -230,7 +217,8 @@ def looked_up_by_distance(x: Any, b: Any, h: Any, i: Any, j: Any, t: Any, of: An
 def test_at_most_a_few_blocks_of_scores_are_kept(mod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
   """Of 4096 queries and keys, whose scores take 64 MiB."""
   q, k, v = qkv(1, 1, 1, 4096, 4096, 16, 16)
-  table, buckets = Tensor(normal(32, 1)).realize(), Tensor(R.integers(0, 32, 8192).astype(np.int32)).realize()
+  table, places = Tensor(normal(32, 1)).realize(), np.random.default_rng(2).integers(0, 32, 8192)
+  buckets = Tensor(places.astype(np.int32)).realize()
   monkeypatch.setattr(bias, "BLOCK_BYTES", 4 << 20)
   (grad,) = attention(q, k, v, score_mod=mod, aux=(table, buckets), backend="kernel").sum().gradient(table)
   before, peak, allocate = GlobalCounters.mem_used, 0, Buffer.allocate

@@ -13,7 +13,7 @@ import uopattn.plan.context_parallel as context_parallel
 import uopattn.plan.sharded as sharded
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen
 from uopattn.dsl.rules.masks import NO_ORIGIN
-from uopattn.plan import bias, gradient
+from uopattn.plan import bias
 from uopattn.runtime.threads import ThreadedProgram
 
 DEVICES = ("CPU", "CPU:1")
@@ -147,14 +147,6 @@ def by_distance() -> dict[str, Any]:
   """A bias per head and distance, for few heads."""
   table = np.random.default_rng(2).standard_normal((2, 87)).astype(np.float32)
   return {"score_mod": lambda x, b, h, i, j, table: x + table[h, j - i + 39], "aux": ((table, None),)}
-
-
-@pytest.fixture
-def no_plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-  def refused(*given: Any) -> None:
-    raise AssertionError("plain ops")
-
-  monkeypatch.setattr(gradient, "of_scores", refused)
 
 
 @pytest.mark.usefixtures("no_plain_ops")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, drawn, inputs, on, placed, qkv, served_by
+from helpers import DTYPES, check, drawn, inputs, lower, on, placed, qkv, same_part, served_by
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
@@ -22,14 +22,6 @@ SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("gfx1100", "gfx1
 EMULATED = ("gfx942", "sm_80", "sm_90", *SLOW)
 CORNER: Shape = (2, 4, 2, 37, 150, 24, 40)
 FEW: Shape = (2, 4, 2, 3, 150, 24, 40)  # queries: on a CPU another kernel takes these
-
-
-def lower(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
-  return score - slopes[h] * (i - j)
-
-
-def same_part(b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
-  return (parts[i] == parts[j]) | ((i + 2 * j + b) % 5 == h)
 
 
 def banded(b: Any, h: Any, i: Any, j: Any) -> Any:

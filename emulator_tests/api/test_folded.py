@@ -63,24 +63,15 @@ def check_folded(arch: str, shape: Shape, dtype: DType, options: Options) -> Non
     check_gradients(q, k, v, options, given)
 
 
-def cases(seeds: range) -> list[Any]:
-  """Of each target; those of the first seed on some targets are quick."""
-  found = [(arch, seed) for arch in ARCHES for seed in seeds]
-  return [pytest.param(*x, marks=() if x in [(y, 0) for y in QUICK] else pytest.mark.slow) for x in found]
+def mark(arch: str, seed: int) -> Any:
+  """Of the first seed, some targets are quick."""
+  return pytest.mark.slowest if seed else () if arch in QUICK else pytest.mark.slow
 
 
-@pytest.mark.parametrize(("arch", "seed"), cases(range(1)))
+@pytest.mark.parametrize(
+  ("arch", "seed"), [pytest.param(arch, seed, marks=mark(arch, seed)) for arch in ARCHES for seed in range(13)]
+)
 def test_drawn(arch: str, seed: int) -> None:
-  check_drawn(arch, seed)
-
-
-@pytest.mark.slowest
-@pytest.mark.parametrize(("arch", "seed"), cases(range(1, 13)))
-def test_more_drawn(arch: str, seed: int) -> None:
-  check_drawn(arch, seed)
-
-
-def check_drawn(arch: str, seed: int) -> None:
   random = np.random.default_rng(100 * ARCHES.index(arch) + seed)
   sizes = ((1, 2), (1, 2), (1, 3), *[(1, 1, 2, 20, 33)] * 2, *[(1, 1, 2, 8, 20)] * 2)
   B, Hkv, group, M, N, Dk, Dv = (int(random.choice(x)) for x in sizes)

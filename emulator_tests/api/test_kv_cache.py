@@ -15,8 +15,8 @@ from uopattn import KVCache, attention
 B, HQ, HKV, N, DK, DV = 2, 4, 2, 70, 16, 24
 
 
-def full_of_nan(N_max: int = N, **options: Any) -> KVCache:
-  cache = KVCache(B, HKV, N_max, DK, DV, **options)
+def full_of_nan(**options: Any) -> KVCache:
+  cache = KVCache(B, HKV, N, DK, DV, **options)
   nan = math.nan
   cache.append(Tensor.full(cache.k.shape, nan, cache.k.dtype), Tensor.full(cache.v.shape, nan, cache.v.dtype), 0)
   Tensor.realize(cache.k, cache.v)
@@ -30,8 +30,8 @@ def start_at(position: int, M: int = 1) -> UOp:
 class Steps:
   """Random q, k and v of steps of M positions, and the check of what a step gave against all keys so far."""
 
-  def __init__(self, seed: int = 0, dtype=dtypes.float32):
-    self.seed, self.dtype, self.k, self.v = seed, dtype, Tensor([]), Tensor([])
+  def __init__(self, dtype=dtypes.float32):
+    self.seed, self.dtype, self.k, self.v = 0, dtype, Tensor([]), Tensor([])
 
   def next(self, M: int) -> tuple[Tensor, Tensor, Tensor]:
     first, self.seed = self.k.ndim == 1, self.seed + 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, qkv
+from helpers import check, normal, qkv
 from tinygrad import Tensor, dtypes
 
 from uopattn import BlockMask, KVCache, attention, mods
@@ -329,7 +329,7 @@ def test_outside_of_aux_it_reads_0_and_there_is_no_gradient(backend: str) -> Non
   seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
   options: dict[str, Any] = {"score_mod": beyond, "mask_mod": flagged}
   out, lse = attention(q, k, v, **options, aux=(bias, flags), enable_gqa=True, return_lse=True, backend=backend)
-  do = Tensor(RNG.normal(size=(1, HQ, M, 8)).astype(np.float32))
+  do = Tensor(normal(1, HQ, M, 8))
   of_k, of_bias = (out * do).sum().gradient(k, bias)
   Tensor.realize(out, lse, of_k, of_bias)
   check(q, k, v, out, lse, attn_mask=np.where(seen, added, -np.inf)[None].astype(np.float32))
@@ -382,7 +382,7 @@ def test_as_many_aux_as_a_call_can_have_and_one_more(
 ) -> None:
   most = CPU_ARGUMENTS - (9 if with_gradient else 5)
   q, k, v = qkv(1, HQ, HQ, M, 20, 4, 4)
-  tables = RNG.normal(size=(most + 1, 20)).astype(np.float32)
+  tables = normal(most + 1, 20)
 
   def run(count: int, backend: str) -> Tensor:
     aux = tuple(map(Tensor, tables[:count]))

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, drawn, placed
+from helpers import DTYPES, drawn, normal, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from norm_rope import HKV, B, Case, N, changed, check_case, check_rounded
-from test_ragged_cache import TARGETS, machine, normal
+from test_ragged_cache import TARGETS, machine
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, placed
+from helpers import check, normal, placed
 from norm_rope import HKV, B, Case, N, Subject, changed
-from test_ragged_cache import normal
 from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine.realize import runtime_cache
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, drawn, on, placed
+from helpers import DTYPES, check, drawn, normal, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kv_quantized import check_rounded, pairs, realized
@@ -28,10 +28,6 @@ TARGETS = ("CPU", "gfx1100", "gfx942", "sm_80", "sm_90", "apple9", "cl")
 def machine(arch: str) -> tuple[AbstractContextManager[Any], str]:
   """What makes it the default, and the device: the emulator, or the CPU or a GPU that the tests run on."""
   return (nullcontext(), arch) if arch in ("CPU", Device.DEFAULT) else (on(arch), "EMU")
-
-
-def normal(*shape: int, seed: int = 0) -> Array:
-  return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def poisoned(dtype: DType, N: int = N, device: str = "CPU", **D: int) -> KVCache:

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, drawn, placed
+from helpers import DTYPES, check, drawn, normal, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kv_quantized import check_rounded
-from test_ragged_cache import TARGETS, machine, memory, normal
+from test_ragged_cache import TARGETS, machine, memory
 from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache

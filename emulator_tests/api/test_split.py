@@ -76,24 +76,12 @@ def test_parts_without_keys(arch: str, name: str) -> None:
     split(FEW, 3, TOGETHER[name])
 
 
-SOME = given(names=st.sets(st.sampled_from(FEATURES), min_size=1), seed=st.integers(0, 1000), splits=st.integers(2, 9))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", *(pytest.param(x, marks=pytest.mark.slowest) for x in ARCHS[:2])])
 @drawn(0)
-@SOME
+@given(names=st.sets(st.sampled_from(FEATURES), min_size=1), seed=st.integers(0, 1000), splits=st.integers(2, 9))
 @example(names={"is_causal", "kv_lengths", "q_start", "score_mod", "sinks", "window"}, seed=3, splits=3)
 def test_any_of_them_together(arch: str, names: set[str], seed: int, splits: int) -> None:
-  with on(arch):
-    split(FEW, splits, some(np.random.default_rng(seed), FEW, *sorted(names)))
-
-
-@pytest.mark.slowest
-@pytest.mark.parametrize("arch", ARCHS)
-@drawn(20)
-@SOME
-def test_many_of_them_together(arch: str, names: set[str], seed: int, splits: int) -> None:
   with on(arch):
     split(FEW, splits, some(np.random.default_rng(seed), FEW, *sorted(names)))
 

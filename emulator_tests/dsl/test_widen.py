@@ -11,14 +11,13 @@ from uopattn.dsl.rules.four_bits import bits_of
 from uopattn.dsl.rules.quantized import INT4, NVFP4, QUANTIZED_DTYPES, FourBits, widened_bits
 from uopattn.proof.oracle import Array
 
-RNG = np.random.default_rng(0)
 SCALES = np.arange(8, 127, dtype=np.uint32)  # every scale of a group: 2**-6 to 448
 ANY = {dtypes.fp8e4m3: (0x7F, 0xFF)}  # bytes of no number
 
 
 def words_of(stored: DType) -> tuple[Array, Array]:
   """Words in which every element of 8 bits occurs in every place, or of 4 with most scales; a scale for each word."""
-  words = RNG.integers(0, 1 << 32, 1024, dtype=np.uint32)
+  words = np.random.default_rng(0).integers(0, 1 << 32, 1024, dtype=np.uint32)
   if not isinstance(stored, FourBits):
     words[:256] = np.arange(256, dtype=np.uint32) * np.uint32(0x01010101)
     bytes_of = words.view(np.uint8)

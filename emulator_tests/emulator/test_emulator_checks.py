@@ -8,6 +8,7 @@ from tinygrad.uop.ops import Ops
 
 import uopattn.emulator as emulator
 from uopattn.dsl.instructions import CUDA, HIP
+from uopattn.emulator.program import Program
 
 T = 64  # threads: two waves of 32
 X = np.random.default_rng(0).standard_normal(T).astype(np.float32)
@@ -256,14 +257,119 @@ def test_asynchronous_copy_is_there_after_its_wait_only():
   assert {o.what: type(o.caught) for o in outcomes} == {"cp_async_wait": emulator.Unwritten, "barrier": emulator.Race}
 
 
-def test_misaligned_copy():
-  def shifted(o, x):
-    t, s = threads(T), lds(0, 5 * T)
-    done = CUDA.cp_async_wait(0, CUDA.cp_async_commit(CUDA.cp_async(s[5 * t], x[4 * t])))
-    return kernel("shifted", [o[t].store(s.after(UOp.barrier(done))[5 * t].load())], t)
+def waited(copy):
+  return CUDA.cp_async_wait(0, CUDA.cp_async_commit(copy))
 
-  with pytest.raises(emulator.OutOfBounds, match="16 does not divide"):
-    launch(shifted, X, np.resize(X, 4 * T), arch="sm_80")
+
+def words(x):
+  return [x.load().cast(dtypes.uint)] * 4
+
+
+# A statement by the thread, LDS, registers and an argument, all of float32, before what the kernel does.
+STATEMENTS = {
+  "copy to registers": (
+    lambda t, s, r, x: CUDA.cp_async(r[0], x[4 * t]),
+    emulator.OutOfBounds,
+    r"copies 16 bytes to registers 1 .*, which is not in LDS",
+  ),
+  "copy from LDS": (
+    lambda t, s, r, x: CUDA.cp_async(s[4 * t], s[4 * t]),
+    emulator.OutOfBounds,
+    r"copies 16 bytes from LDS 0 .*, which is not in global memory",
+  ),
+  "copy to a bad address": (
+    lambda t, s, r, x: CUDA.cp_async(s[5 * t], x[4 * t]),
+    emulator.Misaligned,
+    "copies 16 bytes to an LDS address that is not a multiple of 16",
+  ),
+  "copy from a bad address": (
+    lambda t, s, r, x: CUDA.cp_async(s[4 * t], x[5 * t]),
+    emulator.Misaligned,
+    "copies 16 bytes from a global address that is not a multiple of 16",
+  ),
+  "small copy from a bad address": (
+    lambda t, s, r, x: CUDA.cp_async(s[2 * t], x[3 * t], size=8),
+    emulator.Misaligned,
+    "copies 8 bytes from a global address that is not a multiple of 8",
+  ),
+  "copies to one place": (
+    lambda t, s, r, x: CUDA.cp_async(s[t // 2 * 4], x[4 * t]),
+    emulator.Race,
+    r"copies to LDS 0 .* from different lanes at once",
+  ),
+  "write under a copy": (
+    lambda t, s, r, x: waited(s.after(CUDA.cp_async(s[4 * t], x[4 * t]))[4 * t].store(1.0)),
+    emulator.Race,
+    r"writes LDS 0 .* while an asynchronous copy to it is in flight",
+  ),
+  "copy not waited for": (
+    lambda t, s, r, x: CUDA.cp_async_commit(CUDA.cp_async(s[4 * t], x[4 * t])),
+    emulator.Race,
+    "ends while a copy to LDS is under way",
+  ),
+  "matrix at a bad address": (
+    lambda t, s, r, x: CUDA.ldmatrix(r[0], s[4 * t + 1]),
+    emulator.Misaligned,
+    "reads a row at an LDS address that is not a multiple of 16",
+  ),
+  "matrix of global memory": (
+    lambda t, s, r, x: CUDA.ldmatrix(r[0], x[4 * t]),
+    emulator.OutOfBounds,
+    "reads a row at argument 1, which is not in LDS",
+  ),
+  "matrix stored to global memory": (
+    lambda t, s, r, x: CUDA.stmatrix(x[4 * t], *words(x[t])),
+    emulator.OutOfBounds,
+    "writes a row at argument 1, which is not in LDS",
+  ),
+  "chunk at a bad address": (
+    lambda t, s, r, x: CUDA.store_chunk(s[4 * t + 1], *words(x[t])),
+    emulator.Misaligned,
+    "stores 16 bytes at an LDS address that is not a multiple of 16",
+  ),
+  "chunk before the start": (
+    lambda t, s, r, x: CUDA.store_chunk(s[4 * t - 4], *words(x[t])),
+    emulator.OutOfBounds,
+    r"stores 16 bytes at LDS 0 .* at byte \[-16\] \(and the 15 after it\), which has 1280 bytes",
+  ),
+  "word in global memory": (
+    lambda t, s, r, x: CUDA.store_word(x[t], words(x[t])[0]),
+    emulator.OutOfBounds,
+    "stores 4 bytes at argument 1, which is not in LDS",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_a_mistake_in_a_statement(name):
+  make, error, message = STATEMENTS[name]
+
+  def body(o, x):
+    t = threads(T)
+    done = make(t, lds(0, 5 * T), reg(1, 4), x)
+    return kernel("statement", [o[t].store(x.after(done)[t].load())], t)
+
+  with pytest.raises(error, match=message):
+    launch(body, X, np.resize(X, 5 * T), arch="sm_80")
+
+
+INDEX = UOp(Ops.SPECIAL, dtypes.int, (UOp.const(4, dtypes.int),), "lidx0")
+NUMBER = UOp.placeholder((4,), dtypes.float, 0).index(INDEX).load()
+FIRST, ONE = (UOp(Ops.CAST, dtype, (UOp.const(x),)) for x, dtype in ((0, dtypes.int), (1.0, dtypes.float)))
+PAIR = UOp(Ops.CUSTOM, dtypes.float, (UOp.stack(ONE, ONE),), HIP.fabs(NUMBER).arg)
+REFUSED = {
+  "is neither a workgroup nor a local index": INDEX.replace(arg="idx0"),
+  "the emulator cannot execute this": UOp(Ops.REDUCE, dtypes.float, (NUMBER,), (Ops.ADD, ())),
+  "an element of a vector value must be chosen by a constant": UOp.stack(NUMBER, NUMBER).index(INDEX),
+  "indexes a vector of one element, which C renders as a scalar": NUMBER.index(FIRST),
+  "indexes a vector that comes straight from Ops.CUSTOM, which renderers would treat as an address": PAIR.index(FIRST),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_no_kernel_may_contain(message):
+  with pytest.raises(emulator.UnknownInstruction, match=message):
+    Program("refused", "gfx1100", list(REFUSED[message].toposort()), [])
 
 
 # ** reports **
@@ -308,7 +414,7 @@ def test_too_much_lds_and_too_many_threads():
     return body
 
   np.testing.assert_array_equal(launch(big(16 << 10), X, X), X)
-  with pytest.raises(emulator.LaunchError, match="65552 bytes of LDS in a workgroup, gfx1100 has 65536"):
+  with pytest.raises(emulator.LaunchError, match="a workgroup uses 65552 bytes of LDS, but gfx1100 has 65536"):
     launch(big((16 << 10) + 1), X, X)
   np.testing.assert_array_equal(launch(big((16 << 10) + 1), X, X, arch="gfx950"), X)
 
@@ -317,5 +423,5 @@ def test_too_much_lds_and_too_many_threads():
     return kernel("wide", [o[t].store(x[t].load())], t)
 
   many = np.zeros(2048, np.float32)
-  with pytest.raises(emulator.LaunchError, match="2048 threads"):
+  with pytest.raises(emulator.LaunchError, match="a workgroup has 2048 threads, but gfx1100 allows 1024"):
     launch(wide, many, many)

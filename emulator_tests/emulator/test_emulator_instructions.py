@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from emulator_kernels import kernel, launch, lds, reg, threads
+from helpers import normal
 from tinygrad import Context, UOp, dtypes
 from tinygrad.codegen import to_program_cache
 from tinygrad.device import Device
@@ -21,17 +22,21 @@ from uopattn.emulator import alu
 from uopattn.emulator.errors import instruction_of
 from uopattn.emulator.instructions import MEANINGS
 
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal(128).astype(np.float32)
+X = normal(128)
 LANES = np.arange(128)
 DIALECTS = {HIP: "gfx1100", CUDA: "sm_80"}
 
 
-def lanewise(name, word, dtype=np.float32, count=128):
+def words(*shape):
+  """Random words."""
+  return np.random.default_rng(0).integers(0, 1 << 32, shape, dtype=np.uint32)
+
+
+def lanewise(name, word):
   """A kernel whose result in each lane is `word` of the lane's input and its thread index."""
 
   def body(o, x):
-    t = threads(count)
+    t = threads(128)
     return kernel(name, [o[t].store(word(x[t].load(), t.cast(dtypes.int)))], t)
 
   return body
@@ -58,7 +63,7 @@ def test_shuffle(dialect, arch, wave):
 
 
 def test_shuffle_moves_integers_too():
-  x = RNG.integers(-99, 99, 128).astype(np.int32)
+  x = np.random.default_rng(0).integers(-99, 99, 128).astype(np.int32)
   got = launch(lanewise("integers", lambda v, _: HIP.shuffle_xor(v, 3)), x, x)
   np.testing.assert_array_equal(got, x[LANES ^ 3])
 
@@ -83,7 +88,7 @@ def test_pin_changes_nothing():
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=str)
 def test_halves_of_two_words(dialect):
-  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  x = words(128)
   y = x ^ np.uint32(0x12345678)
   want = {"low_halves": (x & 0xFFFF) | (y << 16), "high_halves": (x >> 16) | (y & 0xFFFF0000)}
   for name, expected in want.items():
@@ -122,7 +127,7 @@ def test_ldmatrix(trans):
     frag = frag.after(CUDA.ldmatrix(frag[0], s[8 * t], trans=trans))
     return kernel(f"ldmatrix{trans}", [o[8 * t + i].store(frag[i].load()) for i in range(8)], t)
 
-  x = RNG.standard_normal(256).astype(np.float16)
+  x = normal(256).astype(np.float16)
   matrices = x.reshape(4, 8, 8)
   want = np.empty((32, 4, 2), np.float16)
   for lane in range(32):
@@ -146,7 +151,7 @@ def test_ldmatrix_of_what_nothing_wrote_is_caught_in_memory_of_any_type(dtype):
 
     return fxn
 
-  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  x = words(128)
   numbers = x.view(np.float16 if dtype == dtypes.half else f"u{dtype.itemsize}")
   got = launch(body(32), np.zeros(128, np.uint32), numbers, arch="sm_80")
   np.testing.assert_array_equal(got, x.reshape(4, 32).T.ravel())  # lane l has word l % 4 of row l // 4 of each matrix
@@ -169,7 +174,7 @@ def test_groups_of_copies_complete_in_order():
 
     return fxn
 
-  x = RNG.standard_normal(256).astype(np.float32)
+  x = normal(256)
   np.testing.assert_array_equal(launch(body(False), x[:128], x, arch="sm_80"), x[:128])
   with pytest.raises(emulator.Unwritten, match="in flight"):
     launch(body(True), x[:128], x, arch="sm_80")
@@ -244,7 +249,7 @@ def test_convert_pair_rounds_to_nearest_even_and_overflows(dtype, arch):
 
 @pytest.mark.parametrize(("dialect", "arch"), [(CUDA, "sm_80"), (HIP, "gfx942")])
 def test_bytes_of_two_words(dialect, arch):
-  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  x = words(128)
   two = np.stack([x, x ^ np.uint32(0x12345678)], axis=1).view(np.uint8)
   for first, word in enumerate((dialect.even_bytes, dialect.odd_bytes)):
     body = lanewise(f"bytes_{first}", lambda v, _, word=word: word(v, v ^ 0x12345678))
@@ -262,7 +267,7 @@ def test_words_become_registers_of_any_type(dtype):
     to = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}[dtype.itemsize]
     return kernel(f"words_{dtype}", [o[count * t + i].store(frag[i].load().bitcast(to)) for i in range(count)], t)
 
-  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  x = words(128)
   np.testing.assert_array_equal(launch(body, np.zeros(32 * count, numbers), x, arch="sm_89"), x.view(numbers))
 
 
@@ -281,7 +286,7 @@ def test_a_copy_of_zeros_reads_nothing():
 
   got = launch(body(True), X, X[:length], arch="sm_80")
   np.testing.assert_array_equal(got, np.where(np.arange(128) < length, X, 0))
-  with pytest.raises(emulator.OutOfBounds, match=r"reads argument 1 at index \[40"):
+  with pytest.raises(emulator.OutOfBounds, match=r"copies 16 bytes from argument 1 at byte \[160"):
     launch(body(False), X, X[:length], arch="sm_80")
 
 
@@ -349,7 +354,7 @@ def joined(add: Callable[..., UOp], lanes: int) -> tuple[np.ndarray, np.ndarray]
     done = add(lanes, y[0], a.after(filled)[0], b.after(filled)[0], filled)
     return kernel("joined", [o[t * lanes + i].store(y.after(done)[i].load()) for i in range(lanes)], t)
 
-  x = RNG.standard_normal((32, 2 * lanes)).astype(np.float32)
+  x = normal(32, 2 * lanes)
   return x, launch(body, np.zeros(32 * lanes, np.float32), x.ravel(), arch="gfx1100").reshape(32, lanes)
 
 
@@ -377,7 +382,7 @@ def of_words(instruction, lanes, *more, count=17):
     done = instruction(y[0], words.after(filled)[0], *more, filled)
     return kernel("of_words", [o[t * lanes + i].store(y.after(done)[i].load()) for i in range(lanes)], t)
 
-  x = RNG.integers(0, 2**32, (32, count), dtype=np.uint32)
+  x = words(32, count)
   return x, launch(body, np.zeros(32 * lanes, np.float32), x.ravel(), arch="gfx1100").reshape(32, lanes)
 
 
@@ -413,7 +418,7 @@ def test_products_of_pairs():
     weighted = CPU.weighted_pair(z[lanes], a[2], b[0], b[lanes], dot)
     return kernel("pairs", [o[t * n + i].store(y.after(weighted)[i].load()) for i in range(n)], t)
 
-  x = (RNG.integers(-128, 128, (32, 2, n)) / 8).astype(np.float32)
+  x = (np.random.default_rng(0).integers(-128, 128, (32, 2, n)) / 8).astype(np.float32)
   x[:, 0, 1], x[:, 1, 1] = 2.0**-130, 2.0**127
   got = launch(body, np.zeros(32 * n, np.float32), x.ravel(), arch="gfx1100").reshape(32, 2, lanes)
   a, b = np.where(x == 2.0**-130, 0, x).swapaxes(0, 1)

@@ -1,14 +1,16 @@
 """LDS races: found where two waves meet without a barrier, and nowhere else."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from emulator_kernels import kernel, launch, lds, loop, on_emulator, reg, threads
+from emulator_kernels import groups, kernel, launch, lds, loop, on_emulator, reg, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.emulator.lanes import Run, Shape
+from uopattn.emulator.lanes import Run, Shape, wave_bits
 from uopattn.emulator.memory import LDS
 
 T = 64  # threads: two waves of 32
@@ -77,6 +79,49 @@ def test_within_a_wave_no_barrier_is_needed():
   assert only(emulator.delete_each_barrier(on_emulator(swap, X))) is None
   on_wide = only(emulator.delete_each_barrier(on_emulator(reverse, X, arch="gfx942")))  # one wave of 64
   assert on_wide is None
+
+
+@pytest.mark.parametrize(("count", "distance"), [(64, 1), (256, 1), (256, 64), (1024, 1), (1024, 512)])
+def test_in_opencl_any_two_threads_need_a_barrier(count, distance):
+  def exchange(o, x):
+    t, s = threads(count), lds(0, count)
+    s = s.after(UOp.barrier(s[t].store(x[t].load())))
+    return kernel(f"exchange{count}_{distance}", [o[t].store(s[t ^ distance].load())], t)
+
+  x = np.arange(count, dtype=np.float32)
+  outcomes = emulator.delete_each_barrier(on_emulator(exchange, x, size=count, arch="cl"))
+  assert isinstance(only(outcomes), emulator.Race)
+
+
+@pytest.mark.parametrize("count", [2, 32, 33, 1024])
+def test_waves_are_told_apart_by_bits(count):
+  bits = wave_bits(np.arange(count), count)
+  assert ((bits[:, None] & ~bits != 0) == ~np.eye(count, dtype=bool)).all()
+
+
+def test_of_kernels_with_one_name_each_is_tried():
+  def body(other):
+    def fxn(o, x):
+      t, s = threads(T), lds(0, T)
+      s = s.after(UOp.barrier(s[t].store(x[t].load())))
+      return kernel("one_name", [o[t].store(s[T - 1 - t if other else t].load())], t)
+
+    return fxn
+
+  outcomes = emulator.delete_each_barrier(
+    lambda: [on_emulator(body(other), X)() for other in (False, True)], "one_name"
+  )
+  assert [type(x.caught) for x in outcomes] == [type(None), emulator.Race]
+
+
+def test_what_would_try_nothing_is_an_error(monkeypatch):
+  with pytest.raises(ValueError, match="no kernel other was launched, but reverse"):
+    emulator.delete_each_barrier(on_emulator(reverse, X), "other")
+  with pytest.raises(ValueError, match=r"no kernel .*was launched, but nothing"):
+    emulator.delete_each_barrier(lambda: None)
+  monkeypatch.setenv("EMU_TEXT", "1")
+  with pytest.raises(RuntimeError, match="kernels run as text"):
+    emulator.delete_each_barrier(on_emulator(reverse, X))
 
 
 def test_write_after_write_needs_a_barrier():
@@ -193,3 +238,36 @@ def test_a_barrier_orders_its_own_workgroup_only():
   run.mask = run.group == 0
   with pytest.raises(emulator.Race, match="workgroup 0"):
     memory.load(u, T - 1 - lane, dtypes.float, 1)
+
+
+def test_a_write_over_a_bulk_copy_needs_a_wait_for_it():
+  run = Run("copied", "sm_90", Shape(1, T, 32), (T, 1, 1), True, None)
+  run.asynchronous, run.clock = True, 1
+  knows = np.array([[True, True], [True, False]])  # only wave 0 knows that copy 1 has landed
+  run.tracks = SimpleNamespace(seen=np.zeros((2, 2), int), copies=knows)
+  memory, u, values = LDS(run, "LDS", 4 * T, 4), UOp.const(0), [np.zeros(T, np.float32)]
+  memory.landed(np.arange(T), 1)
+  run.mask = run.wave == 0
+  memory.store(u, np.arange(T), dtypes.float, values)
+  run.mask = run.wave == 1
+  with pytest.raises(
+    emulator.Race, match=r"writes LDS at byte \[128, .*, which a bulk copy wrote, without a wait for it"
+  ):
+    memory.store(u, np.arange(T), dtypes.float, values)
+
+
+@pytest.mark.parametrize("distance", [31, 32])
+def test_no_two_workgroups_store_to_the_same_byte(distance):
+  """Each stores a row of 32 halves, two at a time, `distance` halves behind the one before."""
+
+  def body(o):
+    t, group = threads(16), groups(300)
+    at = group * distance + t * 2
+    return kernel("rows", [UOp.group(o[at].store(1), o[at + 1].store(2))], t, group)
+
+  out = np.zeros(300 * 32, np.float16)
+  if distance == 32:
+    np.testing.assert_array_equal(launch(body, out), np.tile([1, 2], 300 * 16))
+  else:
+    with pytest.raises(emulator.Race, match=r"argument 0 at byte \[62, .*\], to which another workgroup stores too"):
+      launch(body, out)

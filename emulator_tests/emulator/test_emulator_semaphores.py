@@ -23,10 +23,13 @@ def added(
   met: bool = True,
   read: bool = True,
   waited: bool = True,
+  early: bool = False,
+  in_lds: bool = False,
   given: int = 1,
   first: int = 0,
   when: Callable[[UOp], UOp] = lambda t: t.eq(0),
   start: int = 0,
+  count: int = 16 * GROUP,
 ) -> Kernel:
   """A kernel whose workgroups add a number per thread to a sum, twice; the keywords each put in a mistake.
 
@@ -42,14 +45,15 @@ def added(
       stored = CUDA.store_chunk(memory.after(last)[t * 4], *[number] * 4)
       stored = CUDA.fence_proxy_async(stored) if fenced else stored
       stored = CUDA.named_barrier_sync(UOp.const(1), GROUP, stored) if met else stored
-      own = semaphores[i]
+      own = (lds(3, 2, dtypes.int) if in_lds else semaphores)[i]
       last = CUDA.semaphore_wait(own, g, lead, stored) if taken else stored
       to = o[i * 4 * GROUP]
-      last = CUDA.tma_reduce_add(to, memory[start], 16 * GROUP, g.eq(first), lead, last)
+      last = CUDA.tma_reduce_add(to, memory[start], count, g.eq(first), lead, last)
       last = CUDA.bulk_wait_read(lead, last) if read else last
       last = CUDA.mbarrier_arrive(barriers[0], t.eq(0), last)
-      last = CUDA.bulk_wait(lead, last) if waited else last
+      last = CUDA.bulk_wait(lead, last) if waited and not early else last
       last = CUDA.semaphore_release(own, g + given, lead, last)
+      last = CUDA.bulk_wait(lead, last) if early else last
       last = CUDA.mbarrier_wait(barriers[0], i, last)
     return UOp.group(last).end(t, g).sink(arg=kernel("added", [], t).arg)
 
@@ -71,11 +75,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "other warps have not written": ({"met": False}, emulator.KernelError, "nothing has written|with no barrier between"),
   "overwritten while it is read": ({"read": False}, emulator.Race, "overwritten before the wait"),
   "given before it is in memory": ({"waited": False}, emulator.Race, "ends while something is being added"),
+  "released before it is in memory": ({"early": True}, emulator.Race, "in an order that nothing fixes"),
+  "a semaphore in LDS": ({"in_lds": True}, emulator.OutOfBounds, r"at LDS 3 .*, which is not in global memory"),
   "released for nobody": ({"given": 2}, emulator.Divergence, "waits for 1 at a semaphore that is 2"),
   "the last one stores": ({"first": COUNT - 1}, emulator.Race, "stores over what was added"),
-  "added by all": ({"when": lambda t: t >= 0}, emulator.Divergence, "by several lanes"),
-  "past the end": ({"start": 8}, emulator.OutOfBounds, "adds 4096 bytes from byte 32"),
-  "from an address not aligned": ({"start": 2}, emulator.OutOfBounds, "16 does not divide"),
+  "added by all": ({"when": lambda t: t >= 0}, emulator.Divergence, "in several lanes at once"),
+  "a part of 16 bytes": ({"count": 24}, emulator.Misaligned, "adds 24 bytes, which is not a multiple of 16"),
+  "past the end": ({"start": 8}, emulator.OutOfBounds, r"adds 4096 bytes from LDS 1 .* at byte \[32\]"),
+  "from an address not aligned": ({"start": 2}, emulator.Misaligned, "an LDS address that is not a multiple of 16"),
 }
 
 
@@ -99,13 +106,22 @@ def test_stmatrix_stores_what_ldmatrix_loads(offset: int) -> None:
 
   x = np.arange(128, dtype=np.uint32) * 65537
   if offset:
-    with pytest.raises(emulator.OutOfBounds, match="writes a row at an LDS address that 16 does not divide"):
+    with pytest.raises(emulator.Misaligned, match="writes a row at an LDS address that is not a multiple of 16"):
       launch(body, x, x, arch=ARCH)
   else:
     np.testing.assert_array_equal(launch(body, x, x, arch=ARCH), x)
 
 
-def copied(*, expected: int = 64, start: int = 4, elected: int = 0, waits: bool = True) -> Kernel:
+def copied(
+  *,
+  expected: int = 64,
+  count: int = 64,
+  start: int = 4,
+  to: int = 0,
+  elected: int = 0,
+  waits: bool = True,
+  reads: bool = True,
+) -> Kernel:
   """A kernel that returns 16 numbers by way of LDS; the keywords each put in a mistake."""
 
   def body(o: UOp, x: UOp) -> UOp:
@@ -113,10 +129,9 @@ def copied(*, expected: int = 64, start: int = 4, elected: int = 0, waits: bool 
     made = CUDA.mbarrier_fence(CUDA.mbarrier_init(barriers[0], 1, t.eq(0)))
     once = loop((t.eq(elected) if elected >= 0 else t < 2).cast(dtypes.weakint) * 2 // 2)
     begun = CUDA.mbarrier_expect(barriers[0], expected, UOp.barrier(made), once)
-    loaded = CUDA.bulk_load(memory[0], x[start], 64, barriers[0], begun).end(once)
-    apart = CUDA.exit_warps(t < 0, loaded)
-    waited = memory.after(CUDA.mbarrier_wait(barriers[0], 0, apart) if waits else apart)
-    return kernel("copied", [o[t % 16].store(waited[t % 16].load())], t)
+    loaded = CUDA.bulk_load(memory[to], x[start], count, barriers[0], begun).end(once)
+    waited = CUDA.mbarrier_wait(barriers[0], 0, loaded) if waits else loaded
+    return kernel("copied", [o[t % 16].store((memory if reads else x).after(waited)[t % 16].load())], t)
 
   return body
 
@@ -124,9 +139,13 @@ def copied(*, expected: int = 64, start: int = 4, elected: int = 0, waits: bool 
 COPIES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "too many bytes expected": ({"expected": 80}, emulator.Divergence, "too few arrivals or bytes: it expects 80"),
   "not waited for": ({"waits": False}, emulator.Unwritten, "while a copy to it is in flight"),
-  "from an address not aligned": ({"start": 2}, emulator.OutOfBounds, "copies bytes that 16 does not divide"),
-  "past the end": ({"start": 8}, emulator.OutOfBounds, "copies 64 bytes from byte 32"),
-  "by two lanes": ({"elected": -1}, emulator.KernelError, "copies bytes 2 times|arrivals"),
+  "never waited for": ({"waits": False, "reads": False}, emulator.Race, "ends while a bulk copy is under way"),
+  "of a part of 16 bytes": ({"count": 60}, emulator.Misaligned, "copies 60 bytes, which is not a multiple of 16"),
+  "from an address not aligned": ({"start": 2}, emulator.Misaligned, "a global address that is not a multiple of 16"),
+  "before the start": ({"start": -4}, emulator.OutOfBounds, r"from argument 1 at byte \[-16\]"),
+  "to before the start": ({"to": -16}, emulator.OutOfBounds, r"to LDS 1 .* at byte \[-64\]"),
+  "past the end": ({"start": 8}, emulator.OutOfBounds, r"copies 64 bytes from argument 1 at byte \[32\]"),
+  "by two lanes": ({"elected": -1}, emulator.KernelError, "copies bytes in 2 lanes; only one may|arrivals"),
 }
 
 

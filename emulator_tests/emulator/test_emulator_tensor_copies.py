@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator_kernels import kernel, launch, lds, loop, reg, threads
+from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn.dsl.instructions import CUDA
+from uopattn.emulator.tracks import ORDERS
 
 ARCH = "sm_90"
 ROWS, COLUMNS = 8, 64  # of a box
@@ -33,7 +34,7 @@ def copied(
   height: int = HEIGHT,
   builder: int = 0,
   elected: int = GROUP,
-  box: int = 2,
+  room: int = 0,
 ) -> Kernel:
   """A kernel that returns box 2 of a matrix by way of LDS; the keywords each put in a mistake."""
 
@@ -41,26 +42,30 @@ def copied(
     t, memory, barriers = threads(2 * GROUP), lds(1, ROWS * COLUMNS + COLUMNS, dtypes.ushort), lds(2, 1, dtypes.ulong)
     made = CUDA.mbarrier_init(barriers[0], 1, t.eq(0))
     made = CUDA.mbarrier_fence(made) if fence else made
-    room, shape = lds(3, 64, dtypes.uint)[0], (COLUMNS, height, 1, 1)
+    map_ = lds(3, 64, dtypes.uint)[room], 0, x[first], (COLUMNS, height, 1, 1), (pitch, 8, 8), ROWS
     when = (t // 32).eq(builder) if builder >= 0 else t.eq(0)
-    built = CUDA.tensor_map(room, 0, x[first], shape, (pitch, 8, 8), ROWS, when) if mapped else made
+    built = CUDA.tensor_map(*map_, when) if mapped else made
     ready = UOp.barrier(made, built) if met else UOp.group(made, built)
     known = CUDA.tensor_map_acquire(0, ready) if acquired else ready
     once = loop((t.eq(elected) if elected >= 0 else t >= GROUP).cast(dtypes.weakint) * 2 // 2)
     begun = CUDA.mbarrier_expect(barriers[0], expected, known, once)
-    place = (UOp.const(0), UOp.const(box * ROWS), UOp.const(0), UOp.const(0))
+    place = (UOp.const(0), UOp.const(2 * ROWS), UOp.const(0), UOp.const(0))
     loaded = CUDA.tma_load(memory[to], 0, barriers[0], place, False, begun).end(once)
     consumers = CUDA.exit_warps(t >= GROUP, loaded)
     waited = memory.after(CUDA.mbarrier_wait(barriers[0], parity, consumers))
     stores = []
     for i in range(ROWS * COLUMNS // GROUP):
       at = t % GROUP + i * GROUP
-      row, column = at // COLUMNS, at % COLUMNS
-      swizzled = row * COLUMNS + (column // 8 ^ row % 8) * 8 + column % 8
-      stores.append(o[at].store(waited[swizzled].load()))
+      stores.append(o[at].store(waited[swizzled(at)].load()))
     return kernel("copied", stores, t)
 
   return body
+
+
+def swizzled(at: UOp) -> UOp:
+  """Where an element of a box is in LDS."""
+  row, column = at // COLUMNS, at % COLUMNS
+  return row * COLUMNS + (column // 8 ^ row % 8) * 8 + column % 8
 
 
 def run(body: Kernel) -> tuple[np.ndarray, np.ndarray]:
@@ -76,20 +81,36 @@ def test_a_box_is_copied_with_zeros_for_rows_that_do_not_exist() -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
-  "barrier not fenced": ({"fence": False}, emulator.Race, "a barrier that was made without mbarrier_fence"),
+  "barrier not fenced": ({"fence": False}, emulator.Race, "a barrier that was initialised without mbarrier_fence"),
   "map not built": ({"mapped": False}, emulator.Unwritten, "uses tensor map 0, which nothing has built"),
   "map not acquired": ({"acquired": False}, emulator.Race, "uses tensor map 0 without tensor_map_acquire"),
-  "nobody met": ({"met": False}, emulator.Unwritten, "uses tensor map 0, which nothing has built"),
+  "nobody met": (
+    {"met": False, "builder": GROUP // 32},
+    emulator.Race,
+    "uses a tensor map that another wave built, with no workgroup barrier in between",
+  ),
   "too many bytes expected": ({"expected": 1040}, emulator.Divergence, "too few arrivals or bytes: it expects 1040"),
   "too few bytes expected": ({"expected": 1008}, emulator.Divergence, "too few arrivals or bytes: it expects 1008"),
   "the phase before": ({"parity": 1}, emulator.Unwritten, "which nothing has written"),
-  "place not aligned": ({"to": 64}, emulator.OutOfBounds, "copies a box to byte 128"),
-  "place past the end": ({"to": ROWS * COLUMNS}, emulator.OutOfBounds, "copies a box to byte 1024"),
-  "address not aligned": ({"first": 4, "height": 5}, emulator.OutOfBounds, "builds a tensor map"),
-  "stride not aligned": ({"pitch": 60}, emulator.OutOfBounds, "builds a tensor map"),
-  "matrix past the buffer": ({"height": HEIGHT + 1}, emulator.OutOfBounds, "builds a tensor map that ends after"),
-  "map built by a lane": ({"builder": -1}, emulator.Divergence, "builds a tensor map by other than one whole warp"),
-  "box copied by all lanes": ({"elected": -1}, emulator.KernelError, "copies a box 128 times|arrivals"),
+  "place not aligned": ({"to": 64}, emulator.Misaligned, "copies a box to an LDS address that is not"),
+  "place before the start": ({"to": -ROWS * COLUMNS}, emulator.OutOfBounds, r"LDS 1 .* at byte \[-1024\]"),
+  "place past the end": ({"to": ROWS * COLUMNS}, emulator.OutOfBounds, r"copies a box to LDS 1 .* at byte \[1024\]"),
+  "address not aligned": ({"first": 4, "height": 5}, emulator.Misaligned, "builds a tensor map of a global address"),
+  "address before the start": ({"first": -COLUMNS}, emulator.OutOfBounds, r"map of argument 1 at byte \[-128\]"),
+  "map at a bad place": ({"room": 1}, emulator.Misaligned, "map at an LDS address that is not a multiple of 128"),
+  "stride not aligned": ({"pitch": 60}, emulator.Misaligned, "builds a tensor map with strides of"),
+  "matrix of no rows": ({"height": 0}, emulator.OutOfBounds, r"builds a tensor map of \[64, 0, 1, 1\]"),
+  "matrix past the buffer": (
+    {"height": HEIGHT + 1},
+    emulator.OutOfBounds,
+    r"builds a tensor map of argument 1 at byte \[0\]",
+  ),
+  "map built by a lane": ({"builder": -1}, emulator.Divergence, "in lanes that are not exactly one whole warp"),
+  "box copied by all lanes": (
+    {"elected": -1},
+    emulator.KernelError,
+    "copies a box in 128 lanes; only one may|arrivals",
+  ),
 }
 
 
@@ -100,15 +121,88 @@ def test_a_mistake_is_an_error(name: str) -> None:
     run(copied(**mistake))
 
 
+def two_boxes(
+  consumers: int, workgroups: int = 1, producer: bool = True, skipped: tuple[int, int] | None = None, meet: bool = False
+) -> Kernel:
+  """A kernel whose consumers, warpgroups, each return the two boxes of a matrix.
+
+  skipped: the consumer that does not wait for a box, and that box; meet: whether consumers meet after their waits.
+  """
+
+  def body(o: UOp, x: UOp) -> UOp:
+    t, g = threads((consumers + producer) * GROUP), groups(workgroups)
+    memory, barriers = lds(1, 2 * ROWS * COLUMNS, dtypes.ushort), lds(2, 2, dtypes.ulong)
+    made = CUDA.mbarrier_fence(UOp.group(*[CUDA.mbarrier_init(barriers[i], 1, t.eq(0)) for i in range(2)]))
+    map_ = lds(3, 64, dtypes.uint)[0], 0, x[0], (COLUMNS, 2 * ROWS, 1, 1), (COLUMNS, 8, 8), ROWS
+    last = CUDA.tensor_map_acquire(0, UOp.barrier(made, CUDA.tensor_map(*map_, (t // 32).eq(0))))
+    once = loop(t.eq(consumers * GROUP if producer else 0).cast(dtypes.weakint) * 2 // 2)
+    for i in range(2):
+      last = CUDA.mbarrier_expect(barriers[i], 2 * ROWS * COLUMNS, last, once)
+      place = (UOp.const(0), UOp.const(i * ROWS), UOp.const(0), UOp.const(0))
+      last = CUDA.tma_load(memory[i * ROWS * COLUMNS], 0, barriers[i], place, False, last)
+    last = last.end(once)
+    last = CUDA.exit_warps(t >= consumers * GROUP, last) if producer else last
+    for i in range(2):
+      who = skipped[0] if skipped is not None and skipped[1] == i else consumers
+      trips = loop((t // GROUP).ne(who).cast(dtypes.weakint) * 2 // 2, 200 + i)
+      last = CUDA.mbarrier_wait(barriers[i], 0, last, trips).end(trips)
+    last = CUDA.named_barrier_sync(UOp.const(1), consumers * GROUP, last) if meet else last
+    first, stores = (g * consumers + t // GROUP) * 2 * ROWS * COLUMNS, []
+    for i in range(2 * ROWS * COLUMNS // GROUP):
+      at = t % GROUP + i * GROUP
+      stores.append(o[first + at].store(memory.after(last)[swizzled(at)].load()))
+    return kernel("two_boxes", stores, t, g)
+
+  return body
+
+
+def run_two_boxes(copies: int, body: Kernel) -> None:
+  """Fails unless each of so many outputs is the matrix."""
+  x = np.arange(2 * ROWS * COLUMNS, dtype=np.uint16)
+  assert (launch(body, np.zeros(copies * x.size, np.uint16), x, arch=ARCH).reshape(copies, -1) == x).all()
+
+
+def test_boxes_are_copied_without_a_producer() -> None:
+  run_two_boxes(2, two_boxes(1, workgroups=2, producer=False))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("skipped", [(w, i) for w in range(3) for i in range(2)], ids=str)
+def test_a_consumer_that_does_not_wait_is_an_error(
+  skipped: tuple[int, int], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """For one of the boxes, while it waits for the other one and the others wait for both."""
+  monkeypatch.setenv("EMU_ORDER", order)
+  with pytest.raises(
+    emulator.KernelError, match=r"reads LDS 1 .* (without a wait for it|in flight|nothing has written)"
+  ):
+    run_two_boxes(3, two_boxes(3, skipped=skipped))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("skipped", [None, (1, 0)], ids=["waits", "is told"])
+def test_a_consumer_may_be_told_by_others(
+  skipped: tuple[int, int] | None, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv("EMU_ORDER", order)
+  run_two_boxes(3, two_boxes(3, skipped=skipped, meet=skipped is not None))
+
+
+def test_an_unknown_order_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setenv("EMU_ORDER", "middle")
+  with pytest.raises(ValueError, match="EMU_ORDER=middle: must be one of last, first"):
+    run(copied())
+
+
 # what whole warps and warpgroups do
 
 
-def statement(make: Callable[[UOp, UOp], UOp]) -> Kernel:
-  """A kernel of two warpgroups that adds 1 to each number; `make` returns a statement on the thread before it."""
+def statement(make: Callable[[UOp, UOp], UOp], warpgroups: int = 2) -> Kernel:
+  """A kernel of warpgroups that adds 1 to each number; `make` returns a statement on the thread before it."""
 
   def body(o: UOp, x: UOp) -> UOp:
-    t = threads(2 * GROUP)
-    done = make(t, lds(1, 2 * GROUP))
+    t = threads(warpgroups * GROUP)
+    done = make(t, lds(1, warpgroups * GROUP))
     return kernel("statement", [o[t].store(x.after(done)[t].load() + 1)], t)
 
   return body
@@ -190,11 +284,11 @@ WRONG: dict[str, tuple[Callable[[UOp, UOp], UOp], str]] = {
   "no first turn": (in_turns(-1), "waits at barrier 1 of 256 threads, where too few arrive"),
   "a barrier of fewer": (
     lambda t, m: CUDA.named_barrier_sync(UOp.const(1), GROUP + 32),
-    "has 256 threads meet at a barrier of 160",
+    "256 threads arrive at a barrier for 160",
   ),
   "a barrier of several numbers": (
     lambda t, m: CUDA.named_barrier_sync(UOp.const(1), (t % 32 < 16).where(UOp.const(GROUP), 2 * GROUP)),
-    "meets at a barrier without whole warps, or at several",
+    "or at several barriers at once",
   ),
   "nobody waits": (
     lambda t, m: CUDA.named_barrier_arrive(UOp.const(1), 2 * GROUP, t >= 0),
@@ -202,12 +296,28 @@ WRONG: dict[str, tuple[Callable[[UOp, UOp], UOp], str]] = {
   ),
   "a part of a warp": (
     lambda t, m: CUDA.named_barrier_arrive(UOp.const(1), 2 * GROUP, t < 16),
-    "meets at a barrier without whole warps",
+    "arrives at a named barrier with part of a warp",
   ),
   "a part of a warpgroup ends": (lambda t, m: CUDA.exit_warps(t < 32), "ends a part of a warpgroup"),
   "registers of a warp": (
     lambda t, m: CUDA.setmaxnreg_dec(40, t < 32, apart(t)),
     "sets registers of a part of a warpgroup",
+  ),
+  "barriers 0 to 15": (
+    lambda t, m: CUDA.named_barrier_sync(UOp.const(16), 2 * GROUP),
+    "arrives at barrier 16, and there are only 0 to 15",
+  ),
+  "a barrier of less than a warp": (
+    lambda t, m: CUDA.named_barrier_arrive(UOp.const(1), GROUP + 8, t < GROUP),
+    "arrives at a barrier for 136 threads, which are not whole warps",
+  ),
+  "registers kept that it has not": (
+    lambda t, m: CUDA.setmaxnreg_dec(48, t < GROUP, CUDA.setmaxnreg_dec(40, t < GROUP, apart(t))),
+    "keeps 48 registers where it has 40",
+  ),
+  "registers taken that it has": (
+    lambda t, m: CUDA.setmaxnreg_inc(48, CUDA.setmaxnreg_inc(240, apart(t))),
+    "takes 48 registers where it has 240",
   ),
   "registers not in steps of 8": (
     lambda t, m: CUDA.setmaxnreg_dec(44, t < GROUP, apart(t)),
@@ -222,6 +332,27 @@ def test_a_mistake_of_warpgroups_is_an_error(name: str) -> None:
   x = np.arange(2 * GROUP, dtype=np.float32)
   with pytest.raises(emulator.Divergence, match=message):
     launch(statement(make), x, x, arch=ARCH)
+
+
+@pytest.mark.parametrize("count", [128, 136])
+def test_more_registers_than_there_are_is_an_error(count: int) -> None:
+  """Four warpgroups begin with 128 registers a lane."""
+  x = np.arange(4 * GROUP, dtype=np.float32)
+  body = statement(lambda t, m: CUDA.setmaxnreg_inc(count, apart(t)), 4)
+  if count == 128:
+    assert (launch(body, x, x, arch=ARCH) == x + 1).all()
+  else:
+    with pytest.raises(emulator.Divergence, match=r"needs more than 65536 registers in all: \[136, 136, 136, 136\]"):
+      launch(body, x, x, arch=ARCH)
+
+
+@pytest.mark.parametrize("name", ["statement", "copied"])
+def test_barriers_of_warpgroups_are_counted(name: str) -> None:
+  """Once when all have come: the three named ones of `in_turns`, or the one of the workgroup."""
+  x = np.arange(2 * GROUP, dtype=np.float32)
+  with emulator.profile() as profile:
+    run(copied()) if name == "copied" else launch(statement(in_turns(0)), x, x, arch=ARCH)
+  assert profile.kernels[name].barriers == (1 if name == "copied" else 2)
 
 
 def test_a_write_of_what_another_warpgroup_may_still_read_is_an_error() -> None:

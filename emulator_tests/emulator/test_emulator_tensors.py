@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from emulator_kernels import kernel, launch, loop, reg, threads
+from helpers import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad import Context, Tensor, TinyJit, UOp, Variable, dtypes
@@ -12,8 +13,7 @@ from tinygrad.dtype import float_to_bf16, float_to_fp8, fp8_to_float
 
 from uopattn.emulator import alu
 
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal((33, 65)).astype(np.float32)
+X = normal(33, 65)
 TARGETS = ("gfx1100", "gfx942", "sm_80")
 
 
@@ -37,8 +37,9 @@ def test_unary(emu, name):
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
 def test_integers(emu, dtype):
   info = np.iinfo(dtype)
-  a = RNG.integers(info.min, info.max, 200, dtype=dtype, endpoint=True)
-  b = RNG.integers(1, min(info.max, 1000), 200, dtype=dtype, endpoint=True)
+  rng = np.random.default_rng(0)
+  a = rng.integers(info.min, info.max, 200, dtype=dtype, endpoint=True)
+  b = rng.integers(1, min(info.max, 1000), 200, dtype=dtype, endpoint=True)
   if info.min < 0:
     b[::2] = -b[::2]
     a[0] = 7  # the quotient of the lowest number and -1 has no place in the dtype
@@ -77,7 +78,7 @@ def test_movement_and_indexing(emu):
   x = emu(X)
   np.testing.assert_array_equal(x.pad(((1, 2), (0, 3))).numpy(), np.pad(X, ((1, 2), (0, 3))))
   np.testing.assert_array_equal(x.flip(0)[::2, 5:].numpy(), X[::-1][::2, 5:])
-  at = RNG.integers(0, 33, 50).astype(np.int32)
+  at = np.random.default_rng(0).integers(0, 33, 50).astype(np.int32)
   np.testing.assert_array_equal(x[emu(at)].numpy(), X[at])
   np.testing.assert_array_equal(x.cat(x, dim=1).numpy(), np.concatenate([X, X], 1))
   np.testing.assert_array_equal((x > 0).where(x, -1).numpy(), np.where(X > 0, X, -1).astype(np.float32))
@@ -171,14 +172,14 @@ def test_casts(emu, target):
 
 
 def test_half_arithmetic_rounds_each_result(emu):
-  a, b = RNG.standard_normal((2, 500)).astype(np.float16)
+  a, b = normal(2, 500).astype(np.float16)
   np.testing.assert_array_equal((emu(a) * emu(b)).numpy(), a * b)
   np.testing.assert_array_equal((emu(a) + emu(b)).numpy(), a + b)
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx950", "sm_80"])
 def test_bfloat16_arithmetic(arch):
-  a, b = RNG.standard_normal((2, 500)).astype(np.float32)
+  a, b = normal(2, 500)
   with Context(DEV=f"EMU::{arch}"):
     x, y = (Tensor(v, device="EMU").cast(dtypes.bfloat16).realize() for v in (a, b))
     got = (x * y + x).cast(dtypes.float).numpy()
@@ -228,7 +229,7 @@ def test_ties_go_to_even():
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
 def test_agrees_with_tinygrads_own_emulator(shape):
-  x = RNG.standard_normal(shape).astype(np.float32)
+  x = normal(*shape)
   results = []
   for device in ("PYTHON", "EMU"):
     with Context(DEV=f"{device}::gfx1100"):
@@ -248,7 +249,7 @@ def test_do_while_loop_ends_lane_by_lane():
     end = body.end(again, left.after(body)[0].load() > 0)
     return kernel("halvings", [o[t].store(count.after(end)[0].load())], t)
 
-  x = RNG.integers(1, 1 << 20, 64).astype(np.int32)
+  x = np.random.default_rng(0).integers(1, 1 << 20, 64).astype(np.int32)
   np.testing.assert_array_equal(launch(halvings, x, x), [int(v).bit_length() for v in x])
 
 
@@ -259,5 +260,5 @@ def test_register_array_with_an_index_of_each_lane():
     table = table.after(table[i].store(x[t].load() * (i.cast(dtypes.float) + 1)).end(i))
     return kernel("choose", [o[t].store(table[at[t].load()].load())], t)
 
-  x, at = RNG.standard_normal(64).astype(np.float32), RNG.integers(0, 4, 64).astype(np.int32)
+  x, at = normal(64), np.random.default_rng(0).integers(0, 4, 64).astype(np.int32)
   np.testing.assert_allclose(launch(choose, x, x, at), x * (at + 1), rtol=1e-6)

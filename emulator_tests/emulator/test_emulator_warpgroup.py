@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
+from helpers import normal
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
@@ -14,12 +15,11 @@ from uopattn.dsl.instructions import BY_TEXT, CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import row_of
 from uopattn.emulator.errors import instruction_of
-from uopattn.emulator.warpgroup import THREADS
+from uopattn.emulator.hopper import THREADS
 
 ARCH = "sm_90"
 WIDTH = 64  # columns of a panel
 TYPES = {"half": dtypes.half, "bfloat16": dtypes.bfloat16}
-RNG = np.random.default_rng(0)
 ERROR = 1e-4  # float32 sums of up to 128 products of numbers near 1
 
 
@@ -35,8 +35,8 @@ def exact(x, kind):
   )  # fmt: skip
 
 
-def matrix(rows, columns, kind):
-  return bits(RNG.standard_normal((rows, columns), np.float32), kind)
+def matrix(rows, columns, kind, seed=0):
+  return bits(normal(rows, columns, seed=seed), kind)
 
 
 def panelled(memory, source, rows, columns, thread, count):
@@ -63,7 +63,7 @@ def store_result(o, d, thread, n):
   ]
 
 
-def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, spoil=None, active=None):
+def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, spoil=None, active=None, in_lds=True):
   """D = A B with A (64, k) and B (n, k) transposed, both in LDS; the keywords each put in a mistake."""
 
   def body(o, a, b):
@@ -74,7 +74,7 @@ def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, s
     at = offset(t) if callable(offset) else offset
     trip = () if active is None else (loop(active(t)),)
     after = (ready, *trip)
-    operands = d[0], left.after(*after)[at], right.after(*after)[0]
+    operands = d[0], (left.after(*after) if in_lds else a)[at], right.after(*after)[0]
     started = wgmma.start(TYPES[kind], n, k // 16, *operands, (64 * WIDTH, n * WIDTH), *after)
     if spoil is not None:
       started = spoil(t, d, left, right, started)
@@ -87,7 +87,7 @@ def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, s
 
 def run(body, n, k, kind="half"):
   """The result, and the two matrices as numbers."""
-  a, b = matrix(64, k, kind), matrix(n, k, kind)
+  a, b = matrix(64, k, kind), matrix(n, k, kind, seed=1)
   got = launch(body, np.zeros(64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH)
   return got.reshape(64, n), exact(a, kind), exact(b, kind)
 
@@ -126,7 +126,7 @@ def from_registers(n, k, kind, *, spoil=None, words=None, by_columns=False):
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(("n", "k"), [(8, 16), (16, 48), (64, 32), (80, 64), (128, 16)])
 def test_product_from_registers(n, k, kind):
-  p, v = matrix(64, k, kind), matrix(k, n, kind)
+  p, v = matrix(64, k, kind), matrix(k, n, kind, seed=1)
   got = launch(from_registers(n, k, kind), np.zeros(64 * n, np.float32), p.ravel(), v.ravel(), arch=ARCH)
   np.testing.assert_allclose(got.reshape(64, n), 1 + exact(p, kind) @ exact(v, kind), rtol=1e-5, atol=ERROR)
 
@@ -152,7 +152,7 @@ def test_product_of_matrices_whose_rows_are_k(n, k, clears):
     done = wgmma.wait(0, n, d[0], started)
     return kernel(f"by_rows_{n}_{k}", store_result(o, d.after(done), t, n), t)
 
-  a, b = matrix(k, 64, "half"), matrix(k, n, "half")
+  a, b = matrix(k, 64, "half"), matrix(k, n, "half", seed=1)
   got = launch(body, np.zeros(64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH)
   expected = (not clears) + exact(a, "half").T @ exact(b, "half")
   np.testing.assert_allclose(got.reshape(64, n), expected, rtol=1e-5, atol=ERROR)
@@ -194,7 +194,7 @@ def test_two_warpgroups_have_their_own_rows():
     started = wgmma.start(dtypes.half, n, 1, d[0], rows, right.after(ready)[0], (128 * WIDTH, n * WIDTH), ready)
     return kernel("two_groups", store_result(o, d.after(wgmma.wait(0, n, d[0], started)), t, n), t)
 
-  a, b = matrix(128, k, "half"), matrix(n, k, "half")
+  a, b = matrix(128, k, "half"), matrix(n, k, "half", seed=1)
   with emulator.profile() as profile:
     got = launch(body, np.zeros(128 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH)
   np.testing.assert_allclose(got.reshape(128, n), exact(a, "half") @ exact(b, "half").T, rtol=1e-5, atol=ERROR)
@@ -244,6 +244,22 @@ def read_early(t, d, left, right, started):
   return d.after(started)[0].store(d.after(started)[0].load() + 1)
 
 
+def write_accumulators(t, d, left, right, started):
+  return d.after(started)[3].store(7.0)
+
+
+def write_between_products(t, d, left, right, started):
+  stored = d.after(started)[3].store(7.0)
+  operands = d.after(stored)[0], left.after(stored)[0], right.after(stored)[0]
+  return wgmma.start(dtypes.half, 16, 2, *operands, (64 * WIDTH, 16 * WIDTH), stored, form=wgmma.Form.ADDED)
+
+
+def read_between_products(t, d, left, right, started):
+  operands = d[0], left[0], right[0], (64 * WIDTH, 16 * WIDTH)
+  one_left = wgmma.wait(1, 16, d[0], wgmma.start(dtypes.half, 16, 2, *operands, started, form=wgmma.Form.ADDED))
+  return d.after(one_left)[0].store(d.after(one_left)[0].load() + 1)
+
+
 def wait_for_other_registers(t, d, left, right, started):
   return wgmma.wait(0, 16, reg(3, 8)[0], started)
 
@@ -251,12 +267,20 @@ def wait_for_other_registers(t, d, left, right, started):
 MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "result read before the wait": ({"wait": False}, emulator.Unwritten, "registers 0 .* which nothing has written"),
   "accumulators used in flight": ({"spoil": read_early}, emulator.Unwritten, "registers 0 .* nothing has written"),
+  "accumulators used between two": ({"spoil": read_between_products}, emulator.Unwritten, "nothing has written"),
+  "accumulators written in flight": (
+    {"spoil": write_accumulators},
+    emulator.Race,
+    r"registers 0 .* at index 3 was written while a product adds to it",
+  ),
+  "accumulators written between two": ({"spoil": write_between_products}, emulator.Race, "while a product adds to it"),
+  "operand in global memory": ({"in_lds": False}, emulator.OutOfBounds, "at argument 1, which is not in LDS"),
   "left operand overwritten in flight": ({"spoil": overwrite_left}, emulator.Race, "LDS 1"),
   "right operand overwritten in flight": ({"spoil": overwrite_right}, emulator.Race, "LDS 2"),
   "overwritten between barriers": ({"spoil": overwrite_in_order}, emulator.Race, "overwritten before the wait"),
   "no fence": ({"fence": False}, emulator.Race, "written without a fence_proxy_async since"),
-  "misaligned": ({"offset": 8}, emulator.OutOfBounds, "an LDS address that 1024 does not divide"),
-  "misaligned by rows": ({"offset": 4 * WIDTH}, emulator.OutOfBounds, "an LDS address that 1024 does not divide"),
+  "misaligned": ({"offset": 8}, emulator.Misaligned, "an LDS address that is not a multiple of 1024"),
+  "misaligned by rows": ({"offset": 4 * WIDTH}, emulator.Misaligned, "an LDS address that is not a multiple of 1024"),
   "past the end": ({"offset": 64 * WIDTH}, emulator.OutOfBounds, r"which has \d+ bytes"),
   "addresses differ": ({"offset": lambda t: t // 64 * 512}, emulator.Divergence, "names different matrices"),
   "inactive lanes": ({"active": lambda t: (t < 96).where(1, 0)}, emulator.Divergence, "inactive lanes"),
@@ -294,7 +318,7 @@ def test_workgroups_part_with_products_under_way():
     ]
     return kernel("parting", stores, t, g)
 
-  a, b = matrix(64, k, "half"), matrix(n, k, "half")
+  a, b = matrix(64, k, "half"), matrix(n, k, "half", seed=1)
   got = launch(body, np.zeros(2 * 64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH).reshape(2, 64, n)
   for part in got:
     np.testing.assert_allclose(part, exact(a, "half") @ exact(b, "half").T, rtol=1e-5, atol=ERROR)
@@ -305,14 +329,14 @@ def test_an_operand_changed_in_flight_is_a_race():
     return a.after(started)[2].store(UOp.const(7, dtypes.uint))
 
   n, k = 16, 16
-  p, v = matrix(64, k, "half"), matrix(k, n, "half")
+  p, v = matrix(64, k, "half"), matrix(k, n, "half", seed=1)
   with pytest.raises(emulator.Race, match=r"registers 1 .* at index 2 was written while a product reads it"):
     launch(from_registers(n, k, "half", spoil=spoil), np.zeros(64 * n, np.float32), p.ravel(), v.ravel(), arch=ARCH)
 
 
 def test_an_operand_that_nothing_wrote_is_an_error():
   n, k = 16, 32
-  p, v = matrix(64, k, "half"), matrix(k, n, "half")
+  p, v = matrix(64, k, "half"), matrix(k, n, "half", seed=1)
   with pytest.raises(emulator.Unwritten, match=r"registers 1 .* at index 4, which nothing has written"):
     launch(from_registers(n, k, "half", words=4), np.zeros(64 * n, np.float32), p.ravel(), v.ravel(), arch=ARCH)
 

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers import normal
 from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.case.node import attention as _cases  # noqa: F401  (fills _NodeTestCases)
@@ -112,10 +113,6 @@ def contrib(op: str, inputs: Arrays, outputs: int, **attributes: Any) -> onnx.Mo
 def with_opsets(graph: onnx.GraphProto) -> onnx.ModelProto:
   imports = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
   return helper.make_model(graph, opset_imports=imports, ir_version=11)
-
-
-def normal(*shape: int, seed: int = 0) -> Array:
-  return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
 
 
 def some(*shape: int) -> Array:

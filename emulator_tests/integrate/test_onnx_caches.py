@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_onnx import CROSS, ROTATION, SELF, Arrays, by_both, check_same, contrib, normal, some
+from helpers import normal
+from test_onnx import CROSS, ROTATION, SELF, Arrays, by_both, check_same, contrib, some
 from test_onnx import B as BATCHES
 from test_onnx import H as HEADS
 from tinygrad import Tensor, dtypes

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from helpers import normal
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state
-from test_onnx import CROSS, DECODE, HKV, PROMPT, SELF, Arrays, H, M, contrib, normal, runner, some
+from test_onnx import CROSS, DECODE, HKV, PROMPT, SELF, Arrays, H, M, contrib, runner, some
 from tinygrad import Tensor
 
 import uopattn

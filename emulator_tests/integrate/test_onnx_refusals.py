@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from test_onnx import DECODE, HKV, PAST, SELF, B, D, H, M, contrib, normal
+from helpers import normal
+from test_onnx import DECODE, HKV, PAST, SELF, B, D, H, M, contrib
 from tinygrad import Tensor
 
 from uopattn.integrate.onnx.grouped import Inputs, group_query_attention

@@ -24,6 +24,13 @@ from uopattn.emulator import msl
 
 APPLE = SUBJECTS["apple"]
 BFLOAT = dtypes.bfloat16
+# Without metal_stdlib, which would be a fault if it did not compile, but with the headers of C that it includes.
+PROBE = """
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+extern "C" const char *shim_run() { return 0; }
+"""
 NAME = "attention_1_1_40_70_32_32_causal"
 
 
@@ -31,7 +38,7 @@ NAME = "attention_1_1_40_70_32_32_causal"
 def as_text(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels run as text, and simdgroups in random order."""
   try:
-    msl.compiled('#include <metal_stdlib>\nextern "C" const char *shim_run() { return 0; }')
+    msl.compiled(PROBE)
   except msl.TextError:
     pytest.skip("clang finds no headers of C, or no linker")
   monkeypatch.setenv("EMU_TEXT", "1")
@@ -135,11 +142,15 @@ def replaced(text: str, old: str, new: str) -> Iterator[str]:
   [
     (r"\(device half4\*\)", "(threadgroup half4*)", "in device memory, as if it were in threadgroup memory"),
     (r"\(threadgroup (__attribute__\S+ )half2\*\)", r"(device \1half2*)", "as if it were in device memory"),
-    (r"device float\* ", "device double* ", "has 'double', which is no MSL"),
+    (r"device float\* ", "device double* ", "has 'double', which MSL does not have"),
     (r"half2\*\)", "half16*)", "has a pointer to 'half16', which is no type of MSL"),
-    (r"simd_shuffle_xor", "[&]() {}; simd_shuffle_xor", "which is no MSL"),
+    (r"simd_shuffle_xor", "[&]() {}; simd_shuffle_xor", "which MSL does not have"),
     (r"device float\* data4", "float* data4", "must be in device or constant memory"),
-    (r"\(device half\* data0_\d+, ", "".join(["("] + [f"device half* more{i}, " for i in range(32)]), "buffers, of 31"),
+    (
+      r"\(device half\* data0_\d+, ",
+      "".join(["("] + [f"device half* more{i}, " for i in range(32)]),
+      "buffers; Metal allows 31",
+    ),
   ],
 )
 def test_what_apple_would_refuse(old: str, new: str, message: str) -> None:
@@ -151,7 +162,7 @@ def test_what_apple_would_refuse(old: str, new: str, message: str) -> None:
 
 def test_too_much_threadgroup_memory() -> None:
   text = next(replaced(source(), r"(threadgroup __attribute__\S+ half buf\d+)\[\d+\]", r"\1[20000]"))
-  with pytest.raises(emulator.LaunchError, match="40000 bytes of threadgroup memory, Apple9 has 32768"):
+  with pytest.raises(emulator.LaunchError, match="uses 40000 bytes of threadgroup memory, but Apple9 has 32768"):
     msl.check(NAME, text, "Apple9")
 
 

@@ -85,16 +85,11 @@ def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
 
 
 @pytest.mark.kinds(dtype=("float16", "fp8e4m3"), arch=("sm_75", "sm_80", "sm_89"), D=(64,))
-@pytest.mark.each("arch", "D", "causal", "dtype")
-@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
-def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
-  check_compiled(arch, D, causal, dtype)
-
-
-@pytest.mark.slow
 @pytest.mark.each("arch", "D", "causal", "dtype", evenly=True)
-@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), REST)
-def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+  ("arch", "D", "causal", "dtype"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+)
+def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
   check_compiled(arch, D, causal, dtype)
 
 

@@ -138,29 +138,18 @@ def check(graph: UOp, target: Target) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def cases(seeds: range) -> list[Any]:
-  """Of each target; those of the first seed on CPUs are quick, and on GPUs slow; of generic kernels one is."""
-
-  def mark(name: str, seed: int) -> Any:
-    if (name in GENERIC and (name, seed) != ("cl", 0)) or (name in GPUS and seed > 0):
-      return pytest.mark.slowest
-    return () if name in CPUS and seed == 0 else pytest.mark.slow
-
-  return [pytest.param(name, seed, marks=mark(name, seed)) for name in (*CPUS, *GPUS) for seed in seeds]
+def mark(name: str, seed: int) -> Any:
+  """Those of the first seed on CPUs are quick, and on GPUs slow; of generic kernels one is."""
+  if seed > 1 or (name in GENERIC and (name, seed) != ("cl", 0)) or (name in GPUS and seed > 0):
+    return pytest.mark.slowest
+  return () if name in CPUS and seed == 0 else pytest.mark.slow
 
 
-@pytest.mark.parametrize(("name", "seed"), cases(range(2)))
+@pytest.mark.parametrize(
+  ("name", "seed"),
+  [pytest.param(name, seed, marks=mark(name, seed)) for name in (*CPUS, *GPUS) for seed in range(22)],
+)
 def test_drawn(name: str, seed: int) -> None:
-  check_drawn(name, seed)
-
-
-@pytest.mark.slowest
-@pytest.mark.parametrize(("name", "seed"), cases(range(2, 22)))
-def test_more_drawn(name: str, seed: int) -> None:
-  check_drawn(name, seed)
-
-
-def check_drawn(name: str, seed: int) -> None:
   on_cpu = name in CPUS
   types = (dtypes.float16,) if name == "sm_75" else (*DTYPES_16, *DTYPES_16, dtypes.float32)[: None if on_cpu else 2]
   draw = Draw(100 * [*CPUS, *GPUS].index(name) + seed)

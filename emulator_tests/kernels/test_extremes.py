@@ -54,20 +54,10 @@ def marks(kind: str, name: str) -> Any:
 
 @pytest.mark.parametrize(
   ("kind", "name", "arch", "dtype"),
-  [pytest.param(kind, *case, marks=marks(kind, case[0])) for kind in KINDS for case in [*ONCE, *WIDE_RANGE]],
+  [pytest.param(kind, *case, marks=marks(kind, case[0])) for kind in KINDS for case in [*ONCE, *WIDE_RANGE]]
+  + [pytest.param(kind, *case, marks=pytest.mark.slowest) for kind in KINDS for case in OTHERS],
 )
 def test_every_kernel(kind: str, name: str, arch: str, dtype: DType) -> None:
-  check_kernel(kind, name, arch, dtype)
-
-
-@pytest.mark.slowest
-@pytest.mark.parametrize(("name", "arch", "dtype"), OTHERS)
-@pytest.mark.parametrize("kind", ["plain", "masked"])
-def test_every_kernel_with_every_type(kind: str, name: str, arch: str, dtype: DType) -> None:
-  check_kernel(kind, name, arch, dtype)
-
-
-def check_kernel(kind: str, name: str, arch: str, dtype: DType) -> None:
   """CPUs meet every case, as compiled; emulated machines a few, contracted and not."""
   subject, shape = SUBJECTS[name], DECODE if name == "decode" else PREFILL
   few, all_of_them = (extremes.some, extremes.plain) if kind == "plain" else (extremes.some_masked, extremes.masked)

@@ -8,7 +8,7 @@ import mistakes
 import numpy as np
 import pytest
 from conformance import ONCE_ON_GPUS, SUBJECTS, Subject
-from helpers import check, drawn, on_device, spoiled_behind
+from helpers import check, drawn, lower, on_device, same_part, spoiled_behind
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
@@ -38,14 +38,6 @@ SHAPE = B, HEADS, KV_HEADS, M, N, DK, DV = 2, 4, 2, 77, 110, 24, 40
 RANDOM = np.random.default_rng(5)
 NORMAL = RANDOM.standard_normal((1, HEADS, M, N)).astype(np.float32)
 SLOPES, PARTS = np.array([0.1, 0.2, 0.3, 0.4], np.float32), (np.arange(N) // 40).astype(np.int32)
-
-
-def lower(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
-  return score - slopes[h] * (i - j)
-
-
-def same_part(b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
-  return (parts[i] == parts[j]) | ((i + 2 * j + b) % 5 == h)
 
 
 AUX: Options = {"aux": (SLOPES, PARTS)}

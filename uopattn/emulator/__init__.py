@@ -1,9 +1,10 @@
 """A tinygrad device that executes and checks the UOps of a kernel written for another target.
 
-Importing this package registers the device: `DEV=EMU::gfx1100` (or gfx1151, gfx1201, gfx942, gfx950, sm_75, sm_80,
-sm_86, sm_89, sm_90, sm_100, sm_120, apple7, apple8, apple9, amx) and `Tensor(..., device="EMU")`. A kernel is lowered
-exactly as for that target, and its UOps run on numpy with every lane's memory accesses checked. EMU_CHECK=0 disables
-all checks except bounds. A mistake in the kernel raises a `KernelError`.
+Importing this package registers the device: `DEV=EMU::gfx1100` (or gfx1151, gfx1200, gfx1201, gfx942, gfx950, sm_75,
+sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, apple7, apple8, apple9, cl, amx), and `Tensor(..., device="EMU")`. A kernel
+is lowered exactly as for that target, and its UOps run on numpy with every lane's memory accesses checked. A mistake in
+the kernel raises a `KernelError`. EMU_CHECK=0 leaves out the checks that take time: of races and unwritten memory, of
+what is in flight at the kernel's end, and of lanes that are inactive or differ where they must not.
 
     with Context(DEV="EMU::gfx1100"):
       with emulator.located():  # errors name the kernel's Python lines
@@ -14,8 +15,10 @@ all checks except bounds. A mistake in the kernel raises a `KernelError`.
       for outcome in emulator.delete_each_barrier(run):
         print(outcome)  # the check that noticed, or that the barrier is redundant
 
-Not modelled are time, caches, reordering by the compiler, races in global memory, and divergent progress of the lanes
-of a wave (NVIDIA's independent thread scheduling): a wave executes each line as a whole.
+Not modelled are time, caches, reordering by the compiler, other races in global memory than two workgroups that store
+to the same byte, reads of global memory that nothing has written, the alignment of ordinary vectors (tinygrad loads and
+stores them only at multiples of their length), and divergent progress of the lanes of a wave (NVIDIA's independent
+thread scheduling): a wave executes each line as a whole.
 """
 
 from .counters import Counters, Profile, profile
@@ -25,6 +28,7 @@ from .errors import (
   KernelError,
   LaneMismatch,
   LaunchError,
+  Misaligned,
   OutOfBounds,
   OutOfScope,
   Race,
@@ -42,6 +46,7 @@ __all__ = [
   "KernelError",
   "LaneMismatch",
   "LaunchError",
+  "Misaligned",
   "OutOfBounds",
   "OutOfScope",
   "Outcome",

@@ -21,6 +21,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 Value = Any  # a numpy array (lanes,), a numpy scalar shared by all lanes, or a list of these (a short vector)
 Function = Callable[..., Value]
+TINY = np.finfo(np.float32).tiny
 CONTRACTIONS = ("first", "second", "never")  # which product of a sum is not rounded
 
 
@@ -28,7 +29,7 @@ CONTRACTIONS = ("first", "second", "never")  # which product of a sum is not rou
 class Float8:
   """An 8-bit float format: mantissa bits, bias and largest finite code.
 
-  Of the formats without a negative zero, its code is NaN, the only one. Sources: OCP 8-bit Floating Point Specification
+  In formats without a negative zero, that code is the only NaN. Sources: OCP 8-bit Floating Point Specification
   1.0; AMD, "CDNA3" instruction set architecture, for the formats called FNUZ.
   """
 
@@ -136,6 +137,11 @@ def encode(x: Value, dtype: DType, saturate_infinity: bool = False) -> Value:
   return x.astype(storage(dtype))
 
 
+def without_denormals(x: Value) -> Value:
+  """Return float32 values with zeros in the place of denormal numbers."""
+  return np.where(np.abs(x) < TINY, np.float32(0), x)
+
+
 def cast(source: DType, target: DType, saturate_infinity: bool) -> Function:
   """Return the function of a CAST from `source` to `target`, for values over the lane axis."""
   return lambda x: encode(decode(x, source), target, saturate_infinity)
@@ -176,8 +182,6 @@ _ANY: dict[Ops, Function] = {
   Ops.ADD: np.add,
   Ops.SUB: np.subtract,
   Ops.MUL: np.multiply,
-  Ops.MAX: np.maximum,
-  Ops.MULACC: lambda a, b, c: a * b + c,
   Ops.CMPLT: np.less,
   Ops.CMPNE: np.not_equal,
   Ops.CMPEQ: np.equal,

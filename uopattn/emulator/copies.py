@@ -1,6 +1,6 @@
 """Asynchronous copies from global memory to LDS: cp.async and its commit groups, tensor maps and cp.async.bulk.
 
-A bulk copy, such as one of a box of a tensor, is complete no sooner than somebody waits at the mbarrier that counts its
+A bulk copy, such as one of a box of a tensor, completes only when some warp waits at the mbarrier that counts its
 bytes.
 """
 
@@ -11,15 +11,13 @@ import numpy as np
 from tinygrad.uop.ops import UOp
 
 from . import mbarrier
-from .errors import Divergence, OutOfBounds, Race, Unwritten
+from .errors import Divergence, Misaligned, OutOfBounds, Race, Unwritten
+from .hopper import COLUMNS, PERIOD, ROW_BYTES, swizzled
 from .lanes import Run
-from .memory import LDS, Global, Pointer
+from .memory import CHUNK, LDS, Global, Pointer, aligned
 
-CHUNK = 16  # bytes of most copies, and of what matrix instructions read of a row
-MAP_BYTES, ADDRESS_BYTES = 128, 16
-COLUMNS = 64  # of a box
-ROW_BYTES = 128  # of the swizzle
-ENGINE = np.uint32(1 << 31)  # who writes what such a copy brings: no wave
+MAP_BYTES = 128
+MOST_ROWS = 256  # of a box
 
 
 @dataclass
@@ -86,25 +84,19 @@ class Load:
   def bytes(self) -> int:
     return 2 * self.data.size
 
-  def land(self) -> None:
-    """Make the copy's elements visible to who waits for it."""
+  def land(self, number: int) -> None:
+    """Make the copy's elements visible to who waits for it, as those of the copy of a number; see `Tracks.landed`."""
     granules = np.unique(self.places * 2 // self.lds.granule)
     self.lds.in_flight[granules] = False
     self.lds.view(np.dtype(np.uint16))[self.places] = self.data
     if self.lds.run.check:
-      self.lds.arrived(granules, ENGINE)
+      self.lds.landed(granules, number)
 
 
 def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None, size: int = CHUNK) -> None:
   lanes = run.active()
-  if not isinstance(to.memory, LDS) or not isinstance(source.memory, Global):
-    raise run.fail(OutOfBounds, u, "copies asynchronously, which goes from global memory to LDS only")
-  reading = np.ones(len(lanes), bool) if inside is None else run.spread(inside)[lanes]
-  aligned = f"address that {size} does not divide"
-  for place, pointer, used in (("LDS", to, np.ones(len(lanes), bool)), ("global", source, reading)):
-    start = np.asarray(run.spread(pointer.index)[lanes], np.int64) * pointer.dtype.itemsize
-    if (bad := used & (start % size != 0)).any():
-      raise run.fail(OutOfBounds, u, f"copies {size} bytes at a {place} {aligned}", lanes[bad])
+  aligned(run, u, to, size, f"copies {size} bytes to", lanes)
+  aligned(run, u, source, size, f"copies {size} bytes from", run.active(inside), Global)
   lds, count = to.memory, size // to.dtype.itemsize
   index = lds.place(u, "copies to", to.index, to.dtype, count, lanes)
   read = source.memory.load(u, run.spread(source.index), source.dtype, size // source.dtype.itemsize, inside)
@@ -146,18 +138,18 @@ def build(run: Run, u: UOp, room: Pointer, number: Any, source: Pointer, *rest: 
   if not len(lanes):
     return
   if len(lanes) != run.shape.wave or run.lane_in_wave[lanes[0]] != 0:
-    raise run.fail(Divergence, u, "builds a tensor map by other than one whole warp", lanes)
+    raise run.fail(Divergence, u, "builds a tensor map in lanes that are not exactly one whole warp", lanes)
   shape = [int(run.spread(x)[lanes[0]]) for x in numbers[:4]]
   steps, rows = [int(x) for x in numbers[4:7]], int(numbers[7])
-  first = int(run.spread(source.index)[lanes[0]])
-  if not isinstance(room.memory, LDS) or int(run.spread(room.index)[lanes[0]]) * room.dtype.itemsize % MAP_BYTES:
-    raise run.fail(OutOfBounds, u, f"builds a tensor map not in LDS at a multiple of {MAP_BYTES} bytes", lanes)
-  if first * 2 % ADDRESS_BYTES or any(x <= 0 or x % ADDRESS_BYTES for x in steps) or not 0 < rows <= 256:
+  aligned(run, u, room, MAP_BYTES, "builds a tensor map at", lanes)
+  if min(shape) < 1 or min(steps) < 1 or not 0 < rows <= MOST_ROWS:
     raise run.fail(OutOfBounds, u, f"builds a tensor map of {shape} with strides of {steps} bytes, {rows} rows", lanes)
+  if any(x % CHUNK for x in steps):
+    what = f"builds a tensor map with strides of {steps} bytes, which are not all multiples of {CHUNK}"
+    raise run.fail(Misaligned, u, what, lanes)
+  count = 2 * shape[0] + sum((n - 1) * step for n, step in zip(shape[1:], steps, strict=True))
+  first = int(aligned(run, u, source, CHUNK, "builds a tensor map of", lanes[:1], Global, count)[0]) // 2
   strides = tuple(x // 2 for x in steps)
-  last = first + shape[0] - 1 + sum((n - 1) * step for n, step in zip(shape[1:], strides, strict=True))
-  if min(shape) < 1 or last >= source.memory.data.size // 2:
-    raise run.fail(OutOfBounds, u, f"builds a tensor map that ends after {source.memory.name}", lanes)
   run.maps[int(number)] = Map(source.memory, first, tuple(shape), strides, rows, int(run.wave[lanes[0]]))
 
 
@@ -167,41 +159,41 @@ def acquire(run: Run, u: UOp, number: Any) -> None:
     raise run.fail(Unwritten, u, f"uses tensor map {int(number)}, which nothing has built", lanes)
   waves = set(run.wave[lanes].tolist())
   if tensor_map.maker >= 0 and waves != {tensor_map.maker}:
-    raise run.fail(Race, u, "uses a tensor map that another wave built, with no barrier of the workgroup since", lanes)
+    what = "uses a tensor map that another wave built, with no workgroup barrier in between"
+    raise run.fail(Race, u, what, lanes)
   tensor_map.known |= waves
 
 
 def load(
   run: Run, u: UOp, to: Pointer, number: Any, barrier: Pointer, column: Any, row: Any, head: Any, batch: Any, keep: Any
 ) -> None:
-  lanes = run.active()
-  if len(lanes) != 1:
-    raise run.fail(Divergence, u, f"copies a box {len(lanes)} times", lanes)
+  lanes = _one(run, u, "copies a box")
   lane, tensor_map = int(lanes[0]), run.maps.get(int(number))
   if tensor_map is None or int(run.wave[lane]) not in tensor_map.known:
     raise run.fail(Race, u, f"uses tensor map {int(number)} without tensor_map_acquire", lanes)
   place = [int(run.spread(x)[lane]) for x in (column, row, head, batch)]
-  start, lds = int(run.spread(to.index)[lane]) * to.dtype.itemsize, to.memory
-  if not isinstance(lds, LDS) or start % (8 * ROW_BYTES) or start + tensor_map.rows * ROW_BYTES > lds.per_group:
-    raise run.fail(OutOfBounds, u, f"copies a box to byte {start} of {lds.name}", lanes)
+  (start,) = aligned(run, u, to, PERIOD, "copies a box to", lanes, count=tensor_map.rows * ROW_BYTES)
   places, data = _box(tensor_map, place)
-  places = (places + start) // 2
-  _begin(run, u, lds, places, data, barrier, lanes)
+  _begin(run, u, to.memory, (places + start) // 2, data, barrier, lanes)
 
 
 def bulk(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, barrier: Pointer) -> None:
   """Copy bytes from global memory to LDS."""
-  lanes, lds = run.active(), to.memory
-  if len(lanes) != 1:
-    raise run.fail(Divergence, u, f"copies bytes {len(lanes)} times", lanes)
-  start, first = (int(run.spread(x.index)[lanes[0]]) * x.dtype.itemsize for x in (to, source))
-  if start % ADDRESS_BYTES or first % ADDRESS_BYTES or int(count) % ADDRESS_BYTES:
-    raise run.fail(OutOfBounds, u, f"copies bytes that {ADDRESS_BYTES} does not divide, or to or from such", lanes)
-  if not isinstance(lds, LDS) or start + int(count) > lds.per_group or first + int(count) > source.memory.data.size:
-    raise run.fail(OutOfBounds, u, f"copies {int(count)} bytes from byte {first} to byte {start}", lanes)
-  places = (start + np.arange(0, int(count), 2)) // 2
-  data = source.memory.view(np.dtype(np.uint16))[first // 2 : (first + int(count)) // 2].copy()
-  _begin(run, u, lds, places, data, barrier, lanes)
+  lanes, count = _one(run, u, "copies bytes"), int(count)
+  if count % CHUNK:
+    raise run.fail(Misaligned, u, f"copies {count} bytes, which is not a multiple of {CHUNK}", lanes)
+  (start,) = aligned(run, u, to, CHUNK, f"copies {count} bytes to", lanes, count=count)
+  (first,) = aligned(run, u, source, CHUNK, f"copies {count} bytes from", lanes, Global, count)
+  places = (start + np.arange(0, count, 2)) // 2
+  data = source.memory.view(np.dtype(np.uint16))[first // 2 : (first + count) // 2].copy()
+  _begin(run, u, to.memory, places, data, barrier, lanes)
+
+
+def _one(run: Run, u: UOp, does: str) -> np.ndarray:
+  """Return the active lane. Raises Divergence unless it is one."""
+  if len(lanes := run.active()) != 1:
+    raise run.fail(Divergence, u, f"{does} in {len(lanes)} lanes; only one may", lanes)
+  return lanes
 
 
 def _begin(
@@ -210,7 +202,7 @@ def _begin(
   """Begin a copy of 16-bit data to places in LDS, whose bytes count for a barrier's current phase."""
   barriers, (_, at) = mbarrier.used(run, u, barrier, lanes)
   if barriers.unfenced[0, at[0]]:
-    raise run.fail(Race, u, "signals a barrier that was made without mbarrier_fence", lanes)
+    raise run.fail(Race, u, "signals a barrier that was initialised without mbarrier_fence", lanes)
   granules = np.unique(places * 2 // lds.granule)[:, None]
   if run.check:
     lds.check_write(u, granules, np.ones(granules.shape, bool), lanes)
@@ -230,5 +222,4 @@ def _box(tensor_map: Map, place: list[int]) -> tuple[np.ndarray, np.ndarray]:
     inside = inside & (x >= 0) & (x < size)
   index = tensor_map.first + at[0] + sum(x * step for x, step in zip(at[1:], tensor_map.strides, strict=True))
   bits = np.where(inside, tensor_map.source.view(np.dtype(np.uint16)).take(np.where(inside, index, 0)), 0)
-  chunk = columns // 8 ^ rows % 8
-  return (rows * ROW_BYTES + chunk * 16 + columns % 8 * 2).ravel(), bits.astype(np.uint16).ravel()
+  return swizzled(rows * ROW_BYTES + columns * 2).ravel(), bits.astype(np.uint16).ravel()

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 class Counters:
   """The counts of one kernel over all its launches.
 
-  Instructions are counted once per wave that executes them, barriers once per workgroup, exp2s and bytes once per lane.
+  Instructions are counted once per wave that executes them, barriers, named ones too, once per workgroup, exp2s and
+  bytes once per lane.
   """
 
   launches: int = 0
@@ -24,7 +25,7 @@ class Counters:
   exp2s: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Profile:
   """Counters by kernel name, in the order of first launch; `str` gives a table. Kernels with the same name add up."""
 

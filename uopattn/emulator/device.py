@@ -5,7 +5,6 @@ installs this module as `ops_emu`, so that `DEV=EMU::gfx1100` and `Tensor(..., d
 """
 
 import base64
-import os
 import pickle
 import sys
 import time
@@ -25,6 +24,7 @@ from tinygrad.renderer.cstyle import (
 )
 from tinygrad.uop.ops import UOp
 
+from .errors import as_text
 from .mutate import record
 
 DEFAULT_ARCH = "gfx1100"
@@ -61,7 +61,7 @@ class EMUHIPRenderer(Emulated, HIPRenderer):
 
   def __init__(self, target: Target):
     if not target.arch.startswith(AMD):
-      raise ValueError(f"{target.arch!r} is not among the AMD architectures {', '.join(AMD)}")
+      raise ValueError(f"{target.arch!r} begins with none of {', '.join(AMD)}, as AMD's architectures here do")
     super().__init__(Target("AMD", "HIPCC", target.arch), use_hipcc=True)
 
 
@@ -141,7 +141,7 @@ class EMUProgram(Program["EMUDevice"]):
   def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
     """Execute the kernel; return the seconds it took on this machine. Raises KernelError."""
     start, (first, *_), mode = time.perf_counter(), self.programs.values(), self.contraction()
-    if self.text and os.environ.get("EMU_TEXT", "0") != "0":
+    if self.text and as_text():
       from .msl import Text
 
       Text(first.name, self.text, self.arch)(bufs, global_size, local_size, vals)

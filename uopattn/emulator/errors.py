@@ -49,20 +49,27 @@ class KernelError(RuntimeError):
 
 
 class OutOfBounds(KernelError):
-  """An access outside a global, LDS or register buffer."""
+  """An access outside a global, LDS or register buffer, or to another kind of memory than the instruction takes."""
+
+
+class Misaligned(KernelError):
+  """An address, a stride or a number of bytes that is not a multiple of what the instruction needs."""
 
 
 class Unwritten(KernelError):
-  """A read of LDS or registers that were never written, or whose asynchronous copy is still in flight."""
+  """A read of LDS, registers or tiles that were never written, or whose asynchronous copy or matrix product is still in
+  flight; a use of a barrier or a tensor map that does not exist."""
 
 
 class Race(KernelError):
-  """Two accesses to one LDS address, at least one a write, by different waves with no barrier between them, or two
-  different values stored to one address by a single instruction."""
+  """Two accesses to one address of LDS, at least one a write, by different waves with no barrier between them, or two
+  different values stored to one address by a single instruction. Of asynchronous instructions also: what they use is
+  changed in flight, a fence is missing, the kernel ends before they do, or nothing orders sums in global memory."""
 
 
 class Divergence(KernelError):
-  """A barrier, matrix instruction or shuffle that needs an inactive lane."""
+  """An instruction that needs a lane that is inactive, or fewer lanes than there are. Of warpgroups that wait for one
+  another also: a wait that nothing ends, and what their hardware does not have (barriers, threads, registers)."""
 
 
 class LaneMismatch(KernelError):
@@ -78,12 +85,18 @@ class UnknownInstruction(KernelError):
 
 
 class LaunchError(KernelError):
-  """More threads or LDS than the target has, or buffers that do not match the kernel's parameters."""
+  """More threads or LDS than the target has, buffers that do not match the kernel's parameters, or tiles that are not
+  released at the kernel's end."""
 
 
 def checking() -> bool:
   """Return whether checks are on, which they are unless EMU_CHECK=0."""
   return os.environ.get("EMU_CHECK", "1") != "0"
+
+
+def as_text() -> bool:
+  """Return whether kernels run as text if they have one, see `msl`; they do with EMU_TEXT=1."""
+  return os.environ.get("EMU_TEXT", "0") != "0"
 
 
 @cache

@@ -16,10 +16,10 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.instructions import INSTRUCTIONS
 
 from . import alu, copies, mbarrier, semaphores, tiles, tracks, warpgroup
-from .copies import CHUNK
-from .errors import Divergence, OutOfBounds
+from .alu import without_denormals
+from .errors import Divergence
 from .lanes import Run
-from .memory import Pointer
+from .memory import CHUNK, WORD, Pointer, aligned
 from .wmma import check_whole_waves
 
 Meaning = Callable[..., Any]
@@ -50,34 +50,37 @@ def _shuffle(run: Run, u: UOp, value: Any, lane: Any) -> Any:
 def _exp2(run: Run, u: UOp, x: Any) -> Any:
   if run.counters is not None:
     run.counters.exp2s += len(run.active())
-  return _without_denormals(np.exp2(x))
+  return without_denormals(np.exp2(x))
 
 
-def _without_denormals(x: Any) -> Any:
-  return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
+def word_of(parts: Any, bits: int) -> Any:
+  """Return the uint32 of which each part, an unsigned number, has so many bits, the first one the lowest."""
+  word: Any = np.uint32(0)
+  for i, part in enumerate(parts):
+    word = word | np.asarray(part).astype(np.uint32) << np.uint32(bits * i)
+  return word
 
 
 def _pack(dtype: DType) -> Meaning:
-  def pack(run: Run, u: UOp, low: Any, high: Any) -> Any:
-    low, high = (alu.encode(np.asarray(x), dtype).view(np.uint16).astype(np.uint32) for x in (low, high))
-    return low | (high << np.uint32(16))
+  return lambda run, u, low, high: word_of((_bits(x, dtype) for x in (low, high)), 16)
 
-  return pack
+
+def _bits(x: Any, dtype: DType) -> Any:
+  """The bits of numbers rounded to a 16-bit type."""
+  return alu.encode(np.asarray(x), dtype).view(np.uint16)
 
 
 def _pack4(dtype: DType) -> Meaning:
-  def pack4(run: Run, u: UOp, *numbers: Any) -> Any:
-    codes = [alu.encode(np.asarray(x), dtype, saturate_infinity=True).astype(np.uint32) for x in numbers]
-    return codes[0] | codes[1] << np.uint32(8) | codes[2] << np.uint32(16) | codes[3] << np.uint32(24)
-
-  return pack4
+  return lambda run, u, *numbers: word_of(
+    (alu.encode(np.asarray(x), dtype, saturate_infinity=True) for x in numbers), 8
+  )
 
 
 def _convert_pair(dtype: DType) -> Meaning:
   def convert_pair(run: Run, u: UOp, low: Any, high: Any, word: Any, upper: Any) -> Any:
     of = alu.float8_of(run.arch, dtype)
-    codes = [alu.encode_or_overflow(np.asarray(x), of).astype(np.uint32) for x in (low, high)]
-    pair, shift = codes[0] | codes[1] << np.uint32(8), np.uint32(16 * int(upper))
+    pair = word_of((alu.encode_or_overflow(np.asarray(x), of) for x in (low, high)), 8)
+    shift = np.uint32(16 * int(upper))
     return word & ~np.uint32(0xFFFF << shift) | pair << shift
 
   return convert_pair
@@ -87,18 +90,18 @@ def _bytes_of(first: int) -> Meaning:
   """Return the meaning that packs bytes `first` and `first` + 2 of two words into one word."""
 
   def permute(run: Run, u: UOp, a: Any, b: Any) -> Any:
-    parts = [(word >> np.uint32(8 * (first + i))) & np.uint32(0xFF) for word in (a, b) for i in (0, 2)]
-    return parts[0] | parts[1] << np.uint32(8) | parts[2] << np.uint32(16) | parts[3] << np.uint32(24)
+    return word_of((_byte(word, first + i) for word in (a, b) for i in (0, 2)), 8)
 
   return permute
 
 
-def _pick_bytes(run: Run, u: UOp, a: Any, b: Any, selector: Any) -> Any:
-  def byte(n: int) -> Any:
-    return ((a, b)[n // 4] >> np.uint32(8 * (n % 4))) & np.uint32(0xFF)
+def _byte(word: Any, i: int) -> Any:
+  return word >> np.uint32(8 * i) & np.uint32(0xFF)
 
-  parts = [byte(int(selector) >> 4 * i & 7) << np.uint32(8 * i) for i in range(4)]
-  return parts[0] | parts[1] | parts[2] | parts[3]
+
+def _pick_bytes(run: Run, u: UOp, a: Any, b: Any, selector: Any) -> Any:
+  numbers = [int(selector) >> 4 * i & 7 for i in range(4)]
+  return word_of((_byte((a, b)[n // 4], n % 4) for n in numbers), 8)
 
 
 def _fma_pairs(dtype: DType) -> Meaning:
@@ -107,9 +110,8 @@ def _fma_pairs(dtype: DType) -> Meaning:
     return np.asarray(alu.decode(bits.view(alu.storage(dtype)), dtype), np.float64)
 
   def fma(run: Run, u: UOp, a: Any, b: Any, c: Any) -> Any:
-    exact = [numbers(a, half) * numbers(b, half) + numbers(c, half) for half in range(2)]
-    low, high = (alu.encode(x, dtype).view(np.uint16).astype(np.uint32) for x in exact)
-    return low | (high << np.uint32(16))
+    exact = (numbers(a, half) * numbers(b, half) + numbers(c, half) for half in range(2))
+    return word_of((_bits(x, dtype) for x in exact), 16)
 
   return fma
 
@@ -170,25 +172,24 @@ def _weighted_pair(run: Run, u: UOp, to: Pointer, weights: Pointer, a: Pointer, 
 
 def _bfloat16(u: UOp, x: Pointer, count: int) -> list[Any]:
   stored = x.memory.load(u, x.index, x.dtype, count)
-  return [_without_denormals(alu.decode(value, x.dtype)) for value in stored]
+  return [without_denormals(alu.decode(value, x.dtype)) for value in stored]
 
 
 def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> None:
   """Add the products of each pair to one number of `to`, the second product first."""
   sums = to.memory.load(u, to.index, to.dtype, 16)
   for i in (1, 0):
-    sums = [_without_denormals(y + a * b) for y, a, b in zip(sums, left[i::2], right[i::2], strict=True)]
+    sums = [without_denormals(y + a * b) for y, a, b in zip(sums, left[i::2], right[i::2], strict=True)]
   to.memory.store(u, to.index, to.dtype, sums)
 
 
 def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> None:
-  lanes = run.active()
-  if (bad := np.asarray(run.spread(to.index)[lanes], np.int64) * to.dtype.itemsize % CHUNK != 0).any():
-    raise run.fail(OutOfBounds, u, "stores 16 bytes at an address that 16 does not divide", lanes[bad])
+  aligned(run, u, to, CHUNK, "stores 16 bytes at", run.active())
   _fill(run, u, to, np.stack([run.spread(word) for word in words], axis=-1))
 
 
 def _store_word(run: Run, u: UOp, to: Pointer, word: Any) -> None:
+  aligned(run, u, to, WORD, "stores 4 bytes at", run.active())
   _fill(run, u, to, run.spread(word)[:, None])
 
 
@@ -201,10 +202,7 @@ def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
 def _ldmatrix(run: Run, u: UOp, to: Pointer, first: Pointer, offset: Any, trans: bool) -> None:
   check_whole_waves(run, u, 32, "ldmatrix")
   row = replace(first, index=first.index + int(offset) // first.dtype.itemsize)
-  lanes = run.active()
-  start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
-  if (bad := start % CHUNK != 0).any():
-    raise run.fail(OutOfBounds, u, "reads a row at an LDS address that 16 does not divide", lanes[bad])
+  aligned(run, u, row, CHUNK, "reads a row at", run.active())
   rows = row.memory.load(u, run.spread(row.index), row.dtype, CHUNK // row.dtype.itemsize)
   block = np.stack(rows, axis=-1).view(np.uint16).reshape(-1, 4, 8, 8)  # (waves, matrix, row, column)
   if trans:
@@ -215,10 +213,7 @@ def _ldmatrix(run: Run, u: UOp, to: Pointer, first: Pointer, offset: Any, trans:
 
 def _stmatrix(run: Run, u: UOp, row: Pointer, *words: Any) -> None:
   check_whole_waves(run, u, 32, "stmatrix")
-  lanes = run.active()
-  start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
-  if (bad := start % CHUNK != 0).any():
-    raise run.fail(OutOfBounds, u, "writes a row at an LDS address that 16 does not divide", lanes[bad])
+  aligned(run, u, row, CHUNK, "writes a row at", run.active())
   block = np.stack([run.spread(word) for word in words], axis=0).reshape(4, -1, 32)  # (matrix, wave, lane)
   rows = np.ascontiguousarray(block.swapaxes(0, 1)).view(np.uint16).reshape(-1, 4, 8, 8)
   _fill(run, u, row, rows.reshape(-1, 8))
@@ -272,8 +267,8 @@ MEANINGS: dict[str, Meaning] = {
   "tma_reduce_add": semaphores.tma_reduce_add,
   "bulk_wait_read": semaphores.wait_read,
   "bulk_wait": semaphores.wait,
-  "setmaxnreg_dec": tracks.registers,
-  "setmaxnreg_inc": tracks.registers,
+  "setmaxnreg_dec": tracks.give_registers,
+  "setmaxnreg_inc": tracks.take_registers,
   "exit_warps": tracks.exit_warps,
   "leave_loop": tracks.leave_loop,
   "leave_loop_unless_any": tracks.leave_loop_unless_any,

@@ -14,17 +14,24 @@ from tinygrad.uop.ops import Ops, UOp
 from .counters import Counters
 from .errors import KernelError, describe, lines_of
 
-MOST_WAVES = 64  # whose accesses to LDS are told apart
 
+def wave_size(arch: str) -> int:
+  """Return the lanes per wave: 64 on CDNA, 32 on RDNA, NVIDIA's and Apple's GPUs.
 
-def wave_size(arch: str, threads: int) -> int:
-  """Return the lanes per wave of a workgroup: 64 on CDNA, 32 on RDNA, NVIDIA's and Apple's GPUs.
-
-  OpenCL promises no waves, so they are as small as can be told apart: only a barrier orders two threads.
+  OpenCL promises no waves, so each thread is one: only a barrier orders two of them.
   """
-  if arch.startswith("cl"):
-    return -(-threads // MOST_WAVES)
-  return 64 if arch.startswith("gfx9") else 32
+  return 1 if arch.startswith("cl") else 64 if arch.startswith("gfx9") else 32
+
+
+def wave_bits(wave: np.ndarray, waves: int) -> np.ndarray:
+  """Return bits for each of up to 1024 waves, such that any others have one that it has not.
+
+  Up to 32 waves have a bit each, more of them one for each of two digits.
+  """
+  if waves <= 32:
+    return np.uint32(1) << wave.astype(np.uint32)
+  low, high = (np.uint64(1) << (x % 32).astype(np.uint64) for x in (wave, wave // 32))
+  return low | high << np.uint64(32)
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,7 @@ class Run:
     self.group = self.all_lanes // shape.threads
     self.thread = self.all_lanes % shape.threads
     self.wave_in_group = self.thread // shape.wave
-    bits: Any = np.uint32 if shape.waves <= 32 else np.uint64
-    self.wave_bit = bits(1) << self.wave_in_group.astype(bits)
+    self.wave_bit = wave_bits(self.wave_in_group, shape.waves)
     self.wave = self.group * shape.waves + self.wave_in_group
     self.lane_in_wave = self.thread % shape.wave
     self.wave_start = self.all_lanes - self.lane_in_wave
@@ -138,10 +144,6 @@ class Run:
       shown.append(f"workgroup {group} local {tuple(index)} wave {self.wave_in_group[lane]}")
     more = len(lanes) - len(shown)
     return "lanes " + ", ".join(shown) + (f" and {more} more" if more > 0 else "")
-
-  def place(self, first_group: int, global_size: tuple[int, ...], arguments: tuple[int, ...]) -> None:
-    """Set the first workgroup of this batch, the launch's global size and its integer arguments."""
-    self.first_group, self.global_size, self.arguments = first_group, global_size, arguments
 
   def coordinate(self, kind: str, axis: int) -> Any:
     """Return the workgroup ("g") or local ("l") index along an axis (x is 0), as int32."""

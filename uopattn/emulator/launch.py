@@ -13,13 +13,13 @@ from uopattn.dsl.target import MAX_THREADS, lds_limit
 from . import counters
 from .copies import Copies
 from .errors import SPACES, LaunchError, Race, checking
+from .hopper import THREADS
 from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
 from .semaphores import Sums
 from .tiles import Tiles
-from .tracks import REGISTERS as MAX_REGISTERS
-from .tracks import THREADS, Tracks
+from .tracks import MOST, REGISTERS, Tracks
 
 # Lanes per batch: enough to make numpy's cost per call negligible, few enough that all values fit in 64 MiB.
 BATCH_LANES, BATCH_VALUES = 8192, 1 << 24
@@ -43,25 +43,28 @@ def launch(
     count.launches += 1
   _check_launch(program, buffers, local_size)
   data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+  writers = [np.zeros(x.size, np.int32) for x in data]
   groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
   batch = 1 if program.asynchronous else max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
   sums = Sums()
   with np.errstate(all="ignore"):  # infinities and integer wraparound are what the hardware gives too
     for first in range(0, groups, batch):
-      shape = Shape(min(batch, groups - first), threads, wave_size(program.arch, threads))
+      shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
       run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
-      run.place(first, tuple(global_size), tuple(arguments))
-      _fill(program, run, data)
+      run.first_group, run.global_size, run.arguments = first, tuple(global_size), tuple(arguments)
+      _fill(program, run, data, writers)
       run.sums = sums.of_batch()
       if program.asynchronous:
-        run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * shape.waves
+        # As many as there are for each lane, but ptxas gives a kernel no more than the most that it takes later.
+        at_first = min(program.most_registers or MOST, REGISTERS // round_up(threads, THREADS) // 8 * 8)
+        run.registers = [at_first] * shape.waves
         by_warps = program.uses("semaphore_wait") or program.uses("ldmatrix")
         run.tracks = Tracks(run, partial(execute, program.steps, run), by_warps)
         run.tracks.finish()
       else:
         execute(program.steps, run)
       if run.check and run.copies is not None and run.copies.loads:
-        raise run.fail(Race, program.uops[-1], "ends while a copy of a tensor is under way")
+        raise run.fail(Race, program.uops[-1], "ends while a bulk copy is under way")
       if run.check and run.sums.flights:
         raise run.fail(Race, program.uops[-1], "ends while something is being added to global memory")
       if run.check and run.copies is not None and run.copies.started:
@@ -75,16 +78,16 @@ def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence
   name, arch = program.name, program.arch
   threads = int(np.prod(local_size))
   if threads > MAX_THREADS:
-    raise LaunchError(f"kernel {name}: {threads} threads in a workgroup, {arch} has {MAX_THREADS}")
+    raise LaunchError(f"kernel {name}: a workgroup has {threads} threads, but {arch} allows {MAX_THREADS}")
   lds = [u.max_numel() * u.dtype.itemsize for u in program.buffers if u.addrspace is AddrSpace.LOCAL]
   used = sum(-(-size // 16) * 16 for size in lds)
   if used > (limit := lds_limit(arch)):
-    raise LaunchError(f"kernel {name}: {used} bytes of LDS in a workgroup, {arch} has {limit}")
+    raise LaunchError(f"kernel {name}: a workgroup uses {used} bytes of LDS, but {arch} has {limit}")
   if len(buffers) != len(program.params):
     raise LaunchError(f"kernel {name}: {len(buffers)} buffers for {len(program.params)} parameters")
 
 
-def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
+def _fill(program: Program, run: Run, data: list[np.ndarray], writers: list[np.ndarray]) -> None:
   """Set up the values and the memory of a run."""
   run.values = list(program.template)
   if any(map(program.uses, ("cp_async", "tma_load", "bulk_load"))):
@@ -94,7 +97,8 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
     run.flights = []
   if program.uses("tile_"):
     run.tiles = Tiles.of(run.shape.lanes)
-  run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(program.params, data, strict=True)]
+  arguments = zip(program.params, data, writers, strict=True)
+  run.memory = [Global(run, f"argument {u.arg.slot}", x, by) for u, x, by in arguments]
   for u in list(program.buffers)[len(program.params) :]:
     size = u.max_numel()
     name = f"{SPACES[u.addrspace]} {u.arg.slot} ({str(u.dtype).removeprefix('dtypes.')} x {size})"

@@ -1,8 +1,9 @@
 """NVIDIA's mbarriers: barriers in LDS that count the arrivals of each phase.
 
 Where all waves execute a statement together, a phase must be complete when a wait names it; otherwise no order of the
-waves completes it. After the wait, all LDS accesses from before the phase's first arrival are ordered, and the copies
-that arrived on completion are visible. Where warpgroups run asynchronously (`tracks`), a wait lets others run.
+waves completes it. The wait orders what those waves that have arrived in the phase did in LDS before its first arrival,
+and the copies that arrived on completion are visible after it. Where warpgroups run asynchronously (`tracks`), a wait
+lets others run.
 
 Source: PTX ISA, "Asynchronous Barrier".
 """
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import UOp
 
-from .errors import Divergence, KernelError, OutOfBounds, Race, Unwritten
+from .errors import Divergence, KernelError, Race, Unwritten
 from .lanes import Run
-from .memory import LDS, Pointer
+from .memory import LDS, Pointer, aligned
 
+BYTES = 8  # of a barrier
 TOO_FEW = "waits for a phase that has too few arrivals"
 
 
@@ -30,6 +32,8 @@ class Barriers:
     self.maker = np.full(shape, -1)  # the wave that initialised it, until the workgroup's next barrier; then -1
     self.first = np.zeros(shape, np.int64)  # time of the current phase's first arrival
     self.last = np.zeros(shape, np.int64)  # time of the previous phase's first arrival
+    self.arriving = np.zeros(shape, np.uint64)  # bits of the waves that have arrived in the current phase
+    self.arrived = np.zeros(shape, np.uint64)  # and in the previous one
     self.bytes = np.zeros(shape, np.int64)  # that the current phase still waits for
     self.unfenced = np.zeros(shape, bool)  # whether copies of tensors do not know it yet
 
@@ -37,17 +41,19 @@ class Barriers:
     """Record that all threads of `groups` (None for all) have met at a barrier."""
     self.maker[slice(None) if groups is None else groups] = -1
 
-  def arrive(self, at: tuple[np.ndarray, np.ndarray], now: int) -> None:
-    """Count one arrival at each of the barriers `at`, at time `now`."""
+  def arrive(self, at: tuple[np.ndarray, np.ndarray], now: int, waves: np.ndarray) -> None:
+    """Count one arrival at each of the barriers `at`, at time `now`, of waves with these bits."""
     fresh = self.left[at] == self.count[at]
     self.first[tuple(x[fresh] for x in at)] = now
     np.subtract.at(self.left, at, 1)
+    np.bitwise_or.at(self.arriving, at, waves.astype(np.uint64))
     self.advance()
 
   def advance(self) -> None:
     """Begin the next phase where the current one is complete."""
     done = (self.left == 0) & (self.bytes == 0) & (self.count > 0)
     self.left[done], self.last[done] = self.count[done], self.first[done]
+    self.arrived[done], self.arriving[done] = self.arriving[done], 0
     self.phase[done] += 1
     if self.tracks is not None:
       for i in np.flatnonzero(done[0]):
@@ -59,43 +65,42 @@ class Barriers:
       loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
       if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
         run.copies.loads = [x for x in run.copies.loads if x not in loads]
+        number = self.tracks.landed((self, i))
         for x in loads:
-          x.land()
+          x.land(number)
         self.bytes[0, i] = 0
         self.advance()
 
 
-def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
-  if not isinstance(pointer.memory, LDS):
-    raise run.fail(OutOfBounds, u, "names a barrier that is not in LDS")
+def _barriers(run: Run, pointer: Pointer) -> Barriers:
   barriers = run.barriers.get(pointer.memory)
   if barriers is None:
-    barriers = run.barriers[pointer.memory] = Barriers(run.shape.groups, pointer.memory.per_group // 8, run.tracks)
+    size = pointer.memory.per_group // BYTES
+    barriers = run.barriers[pointer.memory] = Barriers(run.shape.groups, size, run.tracks)
   return barriers
 
 
 def _places(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Return (workgroup, barrier) of each lane. Raises OutOfBounds."""
-  index = run.spread(pointer.index)[lanes].astype(np.int64)
-  pointer.memory.bounds(u, "names a barrier in", index, 1, 8, lanes)
-  return run.group[lanes], index
+  """Return (workgroup, barrier) of each lane. Raises OutOfBounds, Misaligned."""
+  return run.group[lanes], aligned(run, u, pointer, BYTES, "uses a barrier at", lanes) // BYTES
 
 
 def used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barriers, tuple[np.ndarray, np.ndarray]]:
-  barriers, at = _barriers(run, u, pointer), _places(run, u, pointer, lanes)
+  at, barriers = _places(run, u, pointer, lanes), _barriers(run, pointer)
   if (bad := barriers.count[at] == 0).any():
-    raise run.fail(Unwritten, u, f"uses a barrier in {pointer.memory.name} that nothing has made one", lanes[bad])
+    what = f"uses {pointer.memory.name} as a barrier, but nothing has initialised it"
+    raise run.fail(Unwritten, u, what, lanes[bad])
   if (bad := (barriers.maker[at] >= 0) & (barriers.maker[at] != run.wave[lanes])).any():
-    raise run.fail(Race, u, "uses a barrier that another wave made, with no barrier of the workgroup since", lanes[bad])
+    what = "uses a barrier that another wave initialised, with no workgroup barrier in between"
+    raise run.fail(Race, u, what, lanes[bad])
   return barriers, at
 
 
 def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> None:
   lanes = run.active(when)
-  at = _places(run, u, barrier, lanes)
-  barriers = _barriers(run, u, barrier)
+  at, barriers = _places(run, u, barrier, lanes), _barriers(run, barrier)
   if (bad := barriers.count[at] > 0).any():
-    raise run.fail(Race, u, "makes a barrier of what is one already, which may be in use", lanes[bad])
+    raise run.fail(Race, u, "initialises a barrier that exists already and may be in use", lanes[bad])
   barriers.count[at] = barriers.left[at] = int(count)
   barriers.maker[at] = run.wave[lanes]
   barriers.unfenced[at] = True
@@ -111,7 +116,7 @@ def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> None:
   lanes = run.active(when)
   barriers, at = used(run, u, barrier, lanes)
   _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick())
+  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
   if run.tracks is not None:
     run.tracks.signalled()
 
@@ -122,10 +127,11 @@ def _tell(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes
 
 
 def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> None:
-  barriers, at = used(run, u, barrier, run.active())
+  lanes = run.active()
+  barriers, at = used(run, u, barrier, lanes)
   np.add.at(barriers.bytes, at, int(count))
-  _tell(run, barriers, at, run.active())
-  barriers.arrive(at, run.tick())
+  _tell(run, barriers, at, lanes)
+  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
 
 
 def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> None:
@@ -137,7 +143,7 @@ def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> None:
     if copy.signal is None:
       copy.signal = (barriers, index[copy.lanes], phase[copy.lanes])
   _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick())
+  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
 
 
 def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
@@ -156,12 +162,12 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
   if run.copies is not None:
     run.copies.started = rest
   groups = np.bincount(run.group[lanes], minlength=run.shape.groups) == run.shape.threads
-  before = np.where(groups, 0, -1)
-  whole = groups[at[0]]
-  before[at[0][whole]] = np.where(barriers.phase[at] > 0, barriers.last[at], -1)[whole]
+  before, waves = np.full(len(groups), -1), np.zeros(len(groups), np.uint64)
+  whole = groups[at[0]] & (barriers.phase[at] > 0)
+  before[at[0][whole]], waves[at[0][whole]] = barriers.last[at][whole], barriers.arrived[at][whole]
   for memory in run.memory:
     if isinstance(memory, LDS):
-      memory.ordered(before)
+      memory.ordered(before, waves)
 
 
 def _wait_asynchronously(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:

@@ -13,12 +13,13 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from .alu import storage
-from .errors import KernelError, OutOfBounds, Race, Unwritten
+from .errors import KernelError, Misaligned, OutOfBounds, Race, Unwritten
 from .lanes import Run
 
 UNORDERED = "with no barrier between"
 WRITES, READS = 0, 1
 WORD = 4
+CHUNK = 16  # bytes of most copies, and of what matrix instructions read of a row
 WIDE_READ = 16
 # The phase of each four-lane group within 32 lanes, for a 16-byte read on CDNA, by number of banks.
 CDNA_WIDE_READ = {32: np.array([0, 1, 2, 3, 1, 0, 3, 2]), 64: np.array([0, 1, 1, 0, 1, 0, 0, 1])}
@@ -54,7 +55,8 @@ class Memory:
       bad = (index < 0) | (index > size - count)
       seen = np.unique(index[bad])[:4].tolist()
       wide = f" (and the {count - 1} after it)" if count > 1 else ""
-      what = f"{verb} {self.name} at index {seen}{wide}, which has {size} elements"
+      at, unit = ("byte", "bytes") if itemsize == 1 else ("index", "elements")
+      what = f"{verb} {self.name} at {at} {seen}{wide}, which has {size} {unit}"
       raise self.run.fail(OutOfBounds, u, what, lanes[bad])
 
   def gather(self, dtype: np.dtype, index: np.ndarray, count: int, lanes: np.ndarray) -> list[np.ndarray]:
@@ -79,7 +81,15 @@ class Memory:
 
 
 class Global(Memory):
-  """A kernel argument in global memory."""
+  """A kernel argument in global memory.
+
+  Attributes:
+    writers: for each byte, the number of the workgroup that has stored to it in this launch, from 1 on, or 0.
+  """
+
+  def __init__(self, run: Run, name: str, data: np.ndarray, writers: np.ndarray):
+    super().__init__(run, name, data, data.size)
+    self.writers = writers
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
     """Read `count` elements per lane. Raises OutOfBounds."""
@@ -91,15 +101,28 @@ class Global(Memory):
     return self.gather(to, index, count, lanes)
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
-    """Write `values` from each active lane; the last lane wins. Raises OutOfBounds."""
+    """Write `values` from each active lane; the last lane wins. Raises OutOfBounds, and Race as of `_claim`."""
     lanes = self.run.active()
     index, to = self.index_of(index, lanes), storage(dtype)
     self.bounds(u, "writes", index, len(values), to.itemsize, lanes)
     if self.run.counters is not None:
       self.run.counters.global_written += len(lanes) * len(values) * to.itemsize
+    if self.run.check:
+      self._claim(u, index * to.itemsize, len(values) * to.itemsize, lanes)
     view = self.view(to)
     for i, value in enumerate(values):
       view[index + i] = self.run.spread(value)[lanes]
+
+  def _claim(self, u: UOp, first: np.ndarray, count: int, lanes: np.ndarray) -> None:
+    """Raise Race if lanes store to bytes that another workgroup stores to: nothing orders workgroups."""
+    group = self.run.first_group + self.run.group[lanes] + 1
+    for at in (first + i for i in range(count)):
+      bad = (self.writers[at] != 0) & (self.writers[at] != group)
+      self.writers[at] = group
+      bad |= self.writers[at] != group  # two of the same store
+      if bad.any():
+        what = f"writes {self.name} at byte {np.unique(at[bad])[:4].tolist()}, to which another workgroup stores too"
+        raise self.run.fail(Race, u, what, lanes[bad])
 
 
 @dataclass(frozen=True)
@@ -166,9 +189,12 @@ class LDS(Memory):
     self.writers, self.readers = (np.zeros(shape, run.wave_bit.dtype) for _ in range(2))
     self.races = run.check and run.shape.waves > 1
     # the times when each granule was last written and read, because an mbarrier orders only some accesses
-    self.stamps = (np.zeros(shape, np.int32), np.zeros(shape, np.int32)) if self.races and run.stamped else None
+    together = run.stamped and not run.asynchronous
+    self.stamps = (np.zeros(shape, np.int32), np.zeros(shape, np.int32)) if self.races and together else None
     # where warpgroups run asynchronously, the times when each wave last wrote and read each granule; -1 for never
     self.times = np.full((2, run.shape.waves, shape), -1, np.int32) if self.races and run.asynchronous else None
+    # then, from the first bulk copy on, the number of the one that wrote each granule last, see `Tracks.landed`, or 0
+    self.copied: np.ndarray | None = None
     # the lane that wrote each granule, until its fence_proxy_async makes it visible to asynchronous products; or -1
     self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 
@@ -206,6 +232,7 @@ class LDS(Memory):
     if self.races:
       if (bad := self._unseen(WRITES, granules, lanes)).any():
         raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
+      self._check_landed(u, "reads", granules, lanes)
       self._record(READS, granules, lanes)
 
   def check_asynchronous(self, u: UOp, reads: str, granules: np.ndarray, lanes: np.ndarray) -> None:
@@ -233,6 +260,7 @@ class LDS(Memory):
       raise self.fail(Race, u, "writes {what}, which another wave read, " + UNORDERED, granules, bad, lanes)
     if (bad := differs & self._unseen(WRITES, granules, lanes)).any():
       raise self.fail(Race, u, "writes {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
+    self._check_landed(u, "writes", granules, lanes)
 
   def _unseen(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray:
     """Whether other waves' writes or reads of granules may still be under way as far as each lane's wave knows."""
@@ -242,26 +270,34 @@ class LDS(Memory):
       unseen[unseen] = (self.times[which][:, granules[unseen]] >= seen.T).any(0)
     return unseen
 
+  def _check_landed(self, u: UOp, verb: str, granules: np.ndarray, lanes: np.ndarray) -> None:
+    """Raise Race if a lane's wave does not know that the bulk copy which wrote a granule last has landed."""
+    if self.copied is not None:
+      known = self.run.tracks.copies[self.run.wave[lanes], self.copied.take(granules)]
+      if not known.all():
+        what = f"{verb} {{what}}, which a bulk copy wrote, without a wait for it"
+        raise self.fail(Race, u, what, granules, ~known, lanes)
+
   def _record(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Mark granules as written or read by the lanes' waves now."""
     bits = np.broadcast_to(self.run.wave_bit[lanes], granules.shape)
     np.bitwise_or.at((self.writers, self.readers)[which], granules, bits)
     if self.times is not None:
       self.times[which][self.run.wave[lanes], granules] = self.run.clock
+    if self.copied is not None and which == WRITES:
+      self.copied[granules] = 0
     if self.stamps is not None:
       self.stamps[which][granules] = self.run.clock
 
-  def arrived(self, granules: np.ndarray, writer: np.uint32) -> None:
-    """Mark granules as written by a copy that is no wave's, and as visible to asynchronous products."""
+  def landed(self, granules: np.ndarray, copy: int) -> None:
+    """Mark granules as written by a bulk copy, which is no wave's, and as visible to asynchronous products."""
     self.written[granules] = True
     if self.unfenced is not None:
       self.unfenced[granules] = -1
-    if self.stamps is not None:
-      self.stamps[WRITES][granules] = self.run.clock
     if self.times is not None:
-      self.times[:, :, granules] = -1
-    if self.races:
-      self.writers[granules], self.readers[granules] = writer if self.times is None else 0, 0
+      self.writers[granules], self.readers[granules], self.times[:, :, granules] = 0, 0, -1
+      self.copied = np.zeros(self.written.size, np.int32) if self.copied is None else self.copied
+      self.copied[granules] = copy
 
   def record_write(self, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Mark granules as written by the lanes' waves."""
@@ -312,11 +348,41 @@ class LDS(Memory):
         else:
           mark.reshape(self.run.shape.groups, -1)[groups] = 0
 
-  def ordered(self, before: np.ndarray) -> None:
-    """Record that the accesses of each workgroup before its time in `before` are ordered."""
+  def ordered(self, before: np.ndarray, waves: np.ndarray) -> None:
+    """Record that in each workgroup the accesses of some waves, by their bits, before a time are ordered.
+
+    before, waves: (workgroups,).
+    """
     if self.stamps is not None:
       for mark, stamp in zip((self.writers, self.readers), self.stamps, strict=True):
-        mark.reshape(len(before), -1)[stamp.reshape(len(before), -1) < before[:, None]] = 0
+        marks, times, others = (x.reshape(len(before), -1) for x in (mark, stamp, ~waves.astype(mark.dtype)))
+        np.bitwise_and(marks, others, out=marks, where=times < before[:, None])
+
+
+def aligned(
+  run: Run,
+  u: UOp,
+  pointer: Pointer,
+  size: int,
+  verb: str,
+  lanes: np.ndarray,
+  space: type[LDS] | type[Global] = LDS,
+  count: int | None = None,
+) -> np.ndarray:
+  """Return the bytes at which each of `lanes` accesses `count` bytes, by default `size`, of a buffer of `space`.
+
+  Raises:
+    OutOfBounds: the buffer is of another space, or not so large.
+    Misaligned: a byte is not a multiple of `size`.
+  """
+  memory, (name, address) = pointer.memory, ("LDS", "an LDS") if space is LDS else ("global memory", "a global")
+  if not isinstance(memory, space):
+    raise run.fail(OutOfBounds, u, f"{verb} {memory.name}, which is not in {name}", lanes)
+  first = memory.index_of(pointer.index, lanes) * pointer.dtype.itemsize
+  if (bad := first % size != 0).any():
+    raise run.fail(Misaligned, u, f"{verb} {address} address that is not a multiple of {size}", lanes[bad])
+  memory.bounds(u, verb, first, size if count is None else count, 1, lanes)
+  return first
 
 
 class Registers:

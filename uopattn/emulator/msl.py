@@ -65,10 +65,10 @@ def check(name: str, text: str, arch: str) -> None:
     return TextError(f"kernel {name}: {what}")
 
   if refused := REFUSED.search(text):
-    raise fail(f"has {refused[0]!r}, which is no MSL")
+    raise fail(f"has {refused[0]!r}, which MSL does not have")
   arguments = arguments_of(name, text)
   if len(arguments) > MOST_BUFFERS:
-    raise fail(f"has {len(arguments)} buffers, of {MOST_BUFFERS}")
+    raise fail(f"has {len(arguments)} buffers; Metal allows {MOST_BUFFERS}")
   spaces = {}
   for argument in arguments:
     declaration = re.fullmatch(rf"(device|constant) ({KIND})[*&] (\w+)", argument)
@@ -83,7 +83,7 @@ def check(name: str, text: str, arch: str) -> None:
     if spaces.get(buffer) != (space or "thread"):
       raise fail(f"points to {buffer}, in {spaces.get(buffer)} memory, as if it were in {space or 'thread'} memory")
   if (used := shared_bytes(text)) > (limit := lds_limit(arch)):
-    raise LaunchError(f"kernel {name}: {used} bytes of threadgroup memory, {arch} has {limit}")
+    raise LaunchError(f"kernel {name}: a threadgroup uses {used} bytes of threadgroup memory, but {arch} has {limit}")
 
 
 def as_cpp(name: str, text: str) -> str:

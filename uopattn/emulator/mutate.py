@@ -12,7 +12,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from uopattn.dsl.instructions import is_wave_fence
 
-from .errors import KernelError, checking, instruction_of
+from .errors import KernelError, as_text, checking, instruction_of
 
 if TYPE_CHECKING:
   from .program import Program
@@ -95,24 +95,36 @@ def _synchronises(u: UOp) -> str | None:
 def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) -> list[Outcome]:
   """Call `run`, then launch its kernels again without each barrier and each statement of WAITS, one at a time.
 
-  run: launches kernels on the emulator. kernel: mutate only the kernel with this name; None for all. Every launch is
-  repeated by itself, on the buffers as they were. Raises KernelError if the unchanged `run` fails, and RuntimeError if
-  the checks are off.
+  Every launch is repeated by itself, on the buffers as they were. A name that several kernels have stands for all.
+
+  Args:
+    run: launches kernels on the emulator.
+    kernel: the name of the kernel to mutate; None for all.
+
+  Raises:
+    KernelError: the unchanged `run` fails.
+    ValueError: `run` launches no kernel, or none with this name.
+    RuntimeError: the checks are off, or kernels run as text.
   """
   if not checking():
     raise RuntimeError("the checks are off (EMU_CHECK=0), so nothing could notice")
+  if as_text():
+    raise RuntimeError("kernels run as text (EMU_TEXT=1), from which nothing can be deleted")
   with _recording() as launches:
     run()
-  programs: dict[str, Program] = {}
+  programs: dict[tuple[UOp, ...], Program] = {}
   for x in launches:
     if kernel in (None, x.program.name):
-      programs.setdefault(x.program.name, x.program)
+      programs.setdefault(tuple(x.program.uops), x.program)
+  if not programs:
+    names = ", ".join(sorted({x.program.name for x in launches})) or "nothing"
+    raise ValueError(f"no kernel {kernel or ''} was launched, but {names}")
   outcomes = []
-  for name, program in programs.items():
-    own = [x for x in launches if x.program.uops == program.uops]
-    for line, u in enumerate(program.uops):
+  for uops, program in programs.items():
+    own = [x for x in launches if tuple(x.program.uops) == uops]
+    for line, u in enumerate(uops):
       if (what := _synchronises(u)) is not None:
-        outcomes.append(Outcome(name, line, what, _without(own, program, u)))
+        outcomes.append(Outcome(program.name, line, what, _without(own, program, u)))
   return outcomes
 
 

@@ -33,6 +33,8 @@ MEMORY_SPACES = (AddrSpace.GLOBAL, AddrSpace.LOCAL, AddrSpace.REG)
 BUFFERS = (Ops.PARAM, Ops.BUFFER)
 WORK_ITEM = "core_id"  # tinygrad's name of a CPU kernel's argument that numbers its calls; here each is a workgroup
 ADDRESSES = (*BUFFERS, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
+# Beginnings of the names of instructions with which warps do different work, wait for others' work, or copy in bulk.
+ASYNCHRONOUS = ("bulk_", "exit_warps", "named_barrier_", "semaphore_", "setmaxnreg_", "tensor_map", "tma_")
 SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
 
 
@@ -111,8 +113,15 @@ class Program:
 
   @property
   def asynchronous(self) -> bool:
-    """Whether the kernel's warpgroups wait for each other in turns, and so run asynchronously; see `tracks`."""
-    return self.uses("exit_warps") or self.uses("named_barrier")
+    """Whether the kernel has what only warpgroups that run asynchronously can have; see `tracks`."""
+    return any(map(self.uses, ASYNCHRONOUS))
+
+  @property
+  def most_registers(self) -> int | None:
+    """The most registers per lane that the kernel takes by setmaxnreg_inc; None if it takes none."""
+    named = ((instruction_of(u.arg), u) for u in self.uops if u.op is Ops.CUSTOM)
+    counts = (u.src[0] for instruction, u in named if instruction is not None and instruction.name == "setmaxnreg_inc")
+    return max((x.src[0].arg for x in counts), default=None)
 
   def without(self, omit: UOp) -> "Program":
     """Return a copy of the program without one barrier or statement."""
@@ -246,9 +255,11 @@ class Program:
     if not is_constant(at):
       raise self._refuse("an element of a vector value must be chosen by a constant", u)
     if elements(u.src[0]) == 1:
-      raise self._refuse("C has no element of a vector of one", u)
+      raise self._refuse("indexes a vector of one element, which C renders as a scalar", u)
     if u.src[0].addrspace is None:
-      raise self._refuse("renderers take a vector that comes only from Ops.CUSTOM for an address", u)
+      raise self._refuse(
+        "indexes a vector that comes straight from Ops.CUSTOM, which renderers would treat as an address", u
+      )
     element = at.src[0].arg
     return lambda run: run.values[base][element]
 
@@ -374,7 +385,8 @@ class Program:
 
   def _do_while(self, u: UOp, body: list[Step], condition: int) -> Compute:
     if self.names & {"leave_loop", "leave_loop_unless_any", "skip_trip"}:
-      raise self._refuse("leave_loop and skip_trip end trips of plain loops, and this kernel has another one", u)
+      what = "leave_loop and skip_trip work only in counted loops, and this kernel also has a do-while loop"
+      raise self._refuse(what, u)
 
     def loop(run: Run) -> None:
       outer = run.mask

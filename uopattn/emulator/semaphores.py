@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import UOp
 
-from .errors import Divergence, OutOfBounds, Race
+from .errors import Divergence, Misaligned, Race
 from .lanes import Run
-from .memory import LDS, Global, Pointer
+from .memory import CHUNK, LDS, Global, Pointer, aligned
 from .tracks import tracks_of
 
-BYTES = 16  # that sizes and addresses are multiples of
+BYTES = 4  # of a semaphore
 Known = dict[tuple[int, int], int]  # by workgroup and wave: what it had done before a time
 
 
@@ -62,7 +62,7 @@ class Sums:
   Attributes:
     last: by buffer.
     released: by semaphore, what was known when it was released last.
-    acquired: of this workgroup, what became known with each semaphore acquired.
+    acquired: what each semaphore that this workgroup has acquired made known.
     flights: of this workgroup.
   """
 
@@ -89,18 +89,13 @@ def _one(run: Run, u: UOp, when: Any) -> int | None:
   """The lane that acts; None if none does."""
   lanes = run.active(when)
   if len(lanes) > 1:
-    raise run.fail(Divergence, u, "adds, or uses a semaphore, by several lanes", lanes)
+    raise run.fail(Divergence, u, "adds to global memory, or uses a semaphore, in several lanes at once", lanes)
   return int(lanes[0]) if len(lanes) else None
 
 
 def _index(run: Run, u: UOp, semaphore: Pointer, lane: int) -> int:
   """The index of a semaphore."""
-  lanes = np.array([lane])
-  if not isinstance(semaphore.memory, Global):
-    raise run.fail(OutOfBounds, u, "names a semaphore that is not in global memory", lanes)
-  index = np.asarray(run.spread(semaphore.index)[lanes], np.int64)
-  semaphore.memory.bounds(u, "names a semaphore in", index, 1, 4, lanes)
-  return int(index[0])
+  return int(aligned(run, u, semaphore, BYTES, "uses a semaphore at", np.array([lane]), Global)[0]) // BYTES
 
 
 def wait_for(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> None:
@@ -119,6 +114,7 @@ def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> Non
     return
   index = _index(run, u, semaphore, lane)
   run.sums.released[semaphore.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
+  run.tick()  # what this wave does from now on is not known with the semaphore
   semaphore.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
   tracks_of(run, u).signalled()
 
@@ -127,11 +123,10 @@ def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, f
   if (lane := _one(run, u, when)) is None:
     return
   lanes, count, lds = np.array([lane]), int(count), source.memory
-  start, at = (int(run.spread(x.index)[lane]) * x.dtype.itemsize for x in (source, to))
-  if start % BYTES or at % BYTES or count % BYTES or not isinstance(lds, LDS):
-    raise run.fail(OutOfBounds, u, f"adds bytes that {BYTES} does not divide, or to or from such", lanes)
-  if min(start, at) < 0 or start + count > lds.per_group or at + count > to.memory.data.size:
-    raise run.fail(OutOfBounds, u, f"adds {count} bytes from byte {start} to byte {at}", lanes)
+  if count % CHUNK:
+    raise run.fail(Misaligned, u, f"adds {count} bytes, which is not a multiple of {CHUNK}", lanes)
+  (start,) = aligned(run, u, source, CHUNK, f"adds {count} bytes from", lanes, count=count)
+  (at,) = aligned(run, u, to, CHUNK, f"adds {count} bytes to", lanes, Global, count)
   granules = np.arange(start // lds.granule, (start + count) // lds.granule)[:, None]
   if run.check:
     lds.check_asynchronous(u, "reads {what} to add it", granules, lanes)

@@ -9,11 +9,10 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.instructions.amx import EXP2, LANES, PAIR, ROW_BYTES, ROWS, TILES
 
 from . import alu
-from .errors import OutOfBounds, Unwritten
+from .alu import without_denormals
+from .errors import Misaligned, Unwritten
 from .lanes import Run
 from .memory import Pointer
-
-TINY = np.finfo(np.float32).tiny
 
 
 @dataclass
@@ -81,7 +80,7 @@ def _store_rows(run: Run, u: UOp, place: Pointer, stride: int, content: np.ndarr
 def _elements(run: Run, u: UOp, place: Pointer, offset: int) -> int:
   elements, rest = divmod(offset, place.dtype.itemsize)
   if rest:
-    raise run.fail(OutOfBounds, u, f"addresses a row {offset} bytes on, inside an element of {place.memory.name}")
+    raise run.fail(Misaligned, u, f"addresses a row {offset} bytes on, inside an element of {place.memory.name}")
   return elements
 
 
@@ -104,9 +103,9 @@ def store(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> None:
 def product(run: Run, u: UOp, c: Any, a: Any, b: Any) -> None:
   lanes = _lanes(run, u, int(c), int(a), int(b))
   left, right = (_pairs(run.tiles.content[lanes, x]) for x in (a, b))
-  sums = sum(_flushed(left[..., i] @ right[..., i]) for i in range(PAIR))
+  sums = sum(without_denormals(left[..., i] @ right[..., i]) for i in range(PAIR))
   old = np.ascontiguousarray(run.tiles.content[lanes, c]).view(np.float32)
-  run.tiles.content[lanes, c] = np.ascontiguousarray(_flushed(old + sums), np.float32).view(np.uint8)
+  run.tiles.content[lanes, c] = np.ascontiguousarray(without_denormals(old + sums), np.float32).view(np.uint8)
   if run.counters is not None:
     run.counters.matrix += len(lanes)
 
@@ -114,11 +113,7 @@ def product(run: Run, u: UOp, c: Any, a: Any, b: Any) -> None:
 def _pairs(content: np.ndarray) -> np.ndarray:
   """Return tiles as float32 numbers in pairs, (lanes, rows, 16, 2), with denormal numbers as 0."""
   numbers = np.ascontiguousarray(content).view(np.uint16).astype(np.uint32) << np.uint32(16)
-  return _flushed(numbers.view(np.float32)).reshape(len(content), ROWS, LANES, PAIR)
-
-
-def _flushed(x: np.ndarray) -> np.ndarray:
-  return np.where(np.abs(x) < TINY, np.float32(0), x)
+  return without_denormals(numbers.view(np.float32)).reshape(len(content), ROWS, LANES, PAIR)
 
 
 def transpose(run: Run, u: UOp, to: Pointer, source: Pointer, to_stride: Any, stride: Any) -> None:

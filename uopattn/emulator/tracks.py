@@ -14,15 +14,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from tinygrad.uop.ops import UOp
 
 from .errors import Divergence, KernelError
+from .hopper import THREADS
 from .lanes import Run
 
-THREADS = 128  # of a warpgroup
+REGISTERS = 65536  # of a multiprocessor
+LEAST, MOST = 24, 256  # registers per lane that a warpgroup may set
+BARRIERS = 16  # of a workgroup, that of all its threads among them
 ALWAYS = np.iinfo(np.int64).max  # a wave knows what it did itself
 ORDERS = ("last", "first")
 _forced: str | None = None
@@ -70,18 +74,29 @@ class Track:
 
 @dataclass
 class Knowledge:
-  """What is known at a barrier: by wave the time before which its work is done, and the semaphores acquired."""
+  """What is known at a barrier.
+
+  Attributes:
+    seen: by wave, the time before which its work is done.
+    acquired: semaphores, see `semaphores`.
+    copies: bulk copies that have landed, by number.
+  """
 
   seen: np.ndarray
   acquired: set[int] = field(default_factory=set)
+  copies: set[int] = field(default_factory=set)
 
   def add(self, other: "Knowledge") -> None:
     self.seen = np.maximum(self.seen, other.seen)
     self.acquired |= other.acquired
+    self.copies |= other.copies
 
 
 class Tracks:
-  """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if some do other work."""
+  """The warpgroups of one workgroup.
+
+  With `by_warps` the last one, the producer, is split into its warps, which then do different work.
+  """
 
   def __init__(self, run: Run, body: Callable[[], None], by_warps: bool = False):
     self.run, self.error, self.failed = run, None, False
@@ -91,6 +106,7 @@ class Tracks:
     self.seen = np.zeros((waves, waves), np.int64)  # the time before which each wave knows what each one did
     np.fill_diagonal(self.seen, ALWAYS)
     self.acquired: list[set[int]] = [set() for _ in self.seen]  # what each wave knows of; see `semaphores`
+    self.copies = np.ones((waves, 1), bool)  # whether each wave knows of each bulk copy that has landed; of 0, no copy
     self._told: dict[Any, Knowledge] = {}  # what has come to a barrier in its current phase
     self._known: dict[Any, Knowledge] = {}  # and in those before, which is known to who waits at it
     groups = -(-run.shape.threads // THREADS)
@@ -169,7 +185,15 @@ class Tracks:
     for wave in np.unique(self.run.wave[lanes]):
       seen = self.seen[wave].copy()
       seen[wave] = now
-      self._told.setdefault(barrier, self._nothing()).add(Knowledge(seen, self.acquired[wave]))
+      copies = set(np.flatnonzero(self.copies[wave]).tolist())
+      self._told.setdefault(barrier, self._nothing()).add(Knowledge(seen, self.acquired[wave], copies))
+
+  def landed(self, barrier: Any) -> int:
+    """Return a number for the bulk copies that complete a phase of a barrier; who waits at it then knows of them."""
+    number = self.copies.shape[1]
+    self.copies = np.column_stack([self.copies, np.zeros(len(self.copies), bool)])
+    self._told.setdefault(barrier, self._nothing()).copies.add(number)
+    return number
 
   def complete(self, barrier: Any) -> None:
     """Record that a phase of a barrier is complete."""
@@ -181,6 +205,7 @@ class Tracks:
     for wave in np.unique(self.run.wave[lanes]):
       self.seen[wave] = np.maximum(self.seen[wave], known.seen)
       self.acquired[wave] |= known.acquired
+      self.copies[wave, list(known.copies)] = True
 
   def _nothing(self) -> Knowledge:
     return Knowledge(np.zeros(len(self.seen), np.int64))
@@ -194,11 +219,13 @@ class Tracks:
     there += len(lanes)
     waiting += waits
     if there > count:
-      raise self.run.fail(Divergence, u, f"has {there} threads meet at a barrier of {count}", lanes)
+      raise self.run.fail(Divergence, u, f"{there} threads arrive at a barrier for {count}", lanes)
     if there == count:
       if not waiting:
         raise self.run.fail(Divergence, u, f"completes barrier {number} without anyone waiting at it", lanes)
       there, complete, waiting = 0, complete + 1, 0
+      if self.run.counters is not None:
+        self.run.counters.barriers += 1
       self.complete(number)
       done()
     self._meetings[number] = there, complete, waiting
@@ -222,8 +249,13 @@ def named_barrier(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -
   if len(lanes):
     numbers, counts = (np.unique(run.spread(x)[lanes]) for x in (number, count))
     if len(lanes) % run.shape.wave or len(numbers) != 1 or len(counts) != 1:
-      raise run.fail(Divergence, u, "meets at a barrier without whole warps, or at several barriers at once", lanes)
-    tracks_of(run, u).meet(u, int(numbers[0]), int(counts[0]), lanes, when is None)
+      what = "arrives at a named barrier with part of a warp, or at several barriers at once"
+      raise run.fail(Divergence, u, what, lanes)
+    if not 0 <= (number := int(numbers[0])) < BARRIERS:
+      raise run.fail(Divergence, u, f"arrives at barrier {number}, and there are only 0 to {BARRIERS - 1}", lanes)
+    if (count := int(counts[0])) % run.shape.wave or count <= 0:
+      raise run.fail(Divergence, u, f"arrives at a barrier for {count} threads, which are not whole warps", lanes)
+    tracks_of(run, u).meet(u, number, count, lanes, when is None)
 
 
 def exit_warps(run: Run, u: UOp, when: Any) -> None:
@@ -274,20 +306,23 @@ def _deactivate(run: Run, lanes: np.ndarray) -> None:
     raise TripEnded
 
 
-def registers(run: Run, u: UOp, count: Any, when: Any = None) -> None:
-  """Change the number of registers of whole warpgroups. Raises Divergence if there are not as many."""
-  lanes = run.active(when)
-  whole = THREADS if run.tracks is None else min(THREADS, int(run.tracks.now.lanes.sum()))
-  if len(lanes) % whole or not 24 <= int(count) <= 256 or int(count) % 8:
-    raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not 24 to 256 in steps of 8", lanes)
-  if len(lanes):
-    tracks = tracks_of(run, u)
-    held = run.registers
-    for wave in np.unique(run.wave[lanes]):
-      held[wave] = int(count)
-    enough = lambda: sum(held) * run.shape.wave <= REGISTERS  # noqa: E731
+def registers(run: Run, u: UOp, count: Any, when: Any = None, *, takes: bool) -> None:
+  """Let whole warpgroups take registers, once there are as many, or give some back. Raises Divergence."""
+  lanes, count = run.active(when), int(count)
+  tracks, held = tracks_of(run, u), run.registers
+  if len(lanes) % min(THREADS, int(tracks.now.lanes.sum())) or not LEAST <= count <= MOST or count % 8:
+    what = f"sets registers of a part of a warpgroup, or not {LEAST} to {MOST} in steps of 8"
+    raise run.fail(Divergence, u, what, lanes)
+  waves = np.unique(run.wave[lanes])
+  if bad := [held[i] for i in waves if (count < held[i] if takes else count > held[i])]:
+    what = f"{'takes' if takes else 'keeps'} {count} registers where it has {bad[0]}"
+    raise run.fail(Divergence, u, what, lanes)
+  for i in waves:
+    held[i] = count
+  if takes:
     what = f"needs more than {REGISTERS} registers in all: {held[::4]}"
+    enough = lambda: sum(held) * run.shape.wave <= REGISTERS  # noqa: E731
     tracks.wait(enough, lambda: run.fail(Divergence, u, what, lanes))
 
 
-REGISTERS = 65536  # of a multiprocessor
+give_registers, take_registers = partial(registers, takes=False), partial(registers, takes=True)

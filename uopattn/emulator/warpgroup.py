@@ -1,8 +1,9 @@
 """The asynchronous matrix products of `uopattn.dsl.nvidia.wgmma`.
 
-A product is computed when it starts, but its result is withheld until the wait for it; until then the accumulators
-count as unwritten. At the wait, its operands in LDS are read again and must be unchanged: an overwrite in between is a
-race, with or without barriers. Its operands in registers must be unchanged too.
+A product is computed when it starts, but its result is withheld until the wait for it, or for the last one that adds to
+it. Until then the accumulators count as unwritten, and nothing may write them. At the wait, its operands in LDS are
+read again and must be unchanged: an overwrite in between is a race, with or without barriers. Its operands in registers
+must be unchanged too.
 """
 
 from dataclasses import dataclass, replace
@@ -15,17 +16,13 @@ from tinygrad.helpers import round_up
 from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.nvidia.wgmma import PANEL, K, M
 
 from . import alu
 from .errors import Divergence, OutOfBounds, Race, Unwritten
+from .hopper import COLUMNS, PERIOD, ROW_BYTES, ROWS, STEP, THREADS, WARPS, swizzled
 from .lanes import Run
-from .memory import LDS, Pointer, Registers
+from .memory import LDS, Pointer, Registers, aligned
 
-THREADS = 128
-WARPS = 4
-ROW_BYTES = 2 * PANEL
-PERIOD = 8 * ROW_BYTES  # bytes after which the swizzle repeats
 READS = "reads {what} for a matrix product"
 
 
@@ -53,16 +50,12 @@ def _groups(run: Run, u: UOp) -> np.ndarray:
 
 
 def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarray:
-  """Return the byte address of a matrix in LDS, one per warpgroup. Raises OutOfBounds, Divergence."""
-  if not isinstance(pointer.memory, LDS):
-    raise run.fail(OutOfBounds, u, "reads a matrix that is not in LDS")
-  address = run.spread(pointer.index).astype(np.int64) * pointer.dtype.itemsize
+  """Return the byte address of a matrix in LDS, one per warpgroup. Raises OutOfBounds, Misaligned, Divergence."""
   lanes = groups[:, None] + np.arange(THREADS)
-  if (bad := address[lanes] != address[groups][:, None]).any():
-    raise run.fail(Divergence, u, "names different matrices from lanes of one warpgroup", lanes[bad])
-  if (bad := address[groups] % PERIOD != 0).any():
-    raise run.fail(OutOfBounds, u, f"reads a matrix at an LDS address that {PERIOD} does not divide", groups[bad])
-  return address[groups]
+  address = aligned(run, u, pointer, PERIOD, "reads a matrix at", lanes.ravel(), count=0).reshape(lanes.shape)
+  if (bad := address != address[:, :1]).any():
+    raise run.fail(Divergence, u, "names different matrices in lanes of one warpgroup", lanes[bad])
+  return address[:, 0]
 
 
 def _read(
@@ -80,9 +73,8 @@ def _read(
 
   `part` is the number of matrices before it in the same rows, each in panels of its own.
   """
-  row, column = np.arange(rows)[:, None], np.arange(columns)[None] + part * round_up(columns, PANEL)
-  offset = column // PANEL * panel * 2 + row * ROW_BYTES + column % PANEL * 2
-  offset ^= (offset // ROW_BYTES % 8) * 16
+  row, column = np.arange(rows)[:, None], np.arange(columns)[None] + part * round_up(columns, COLUMNS)
+  offset = swizzled(column // COLUMNS * panel * 2 + row * ROW_BYTES + column % COLUMNS * 2)
   place = _address(run, u, pointer, groups)[:, None, None] + offset
   lds: LDS = pointer.memory
   if (bad := (place < 0) | (place + 2 > lds.per_group)).any():
@@ -103,11 +95,11 @@ def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, op
   """Return the bits of the left operand in registers, (warpgroups, 64, 16 * steps), and append its registers."""
   words = pointer.memory.load(u, pointer.index, pointer.dtype, 4 * steps)
   operands += [(pointer.memory, int(np.max(pointer.index)) + i, word) for i, word in enumerate(words)]
-  result = np.empty((len(groups), M, K * steps), np.uint16)
+  result = np.empty((len(groups), ROWS, STEP * steps), np.uint16)
   thread = np.arange(THREADS)
   for i, word in enumerate(words):  # in 8 bits too: a unit of 16 bits is then two neighbours
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (i % 2)
-    column = i // 4 * K + i % 4 // 2 * 8 + 2 * (thread % 4)
+    column = i // 4 * STEP + i % 4 // 2 * 8 + 2 * (thread % 4)
     bits = run.spread(word)[groups[:, None] + thread].astype(np.uint32)
     result[:, row, column], result[:, row, column + 1] = bits & 0xFFFF, bits >> 16
   return result
@@ -137,7 +129,7 @@ def from_shared(
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
   of_rows = by_rows or (registers and dtype.itemsize > 1 and not by_columns)  # B's rows are k
-  k, adds = K * steps, not clears or (registers and of_rows and parts == 1)
+  k, adds = STEP * steps, not clears or (registers and of_rows and parts == 1)
 
   def read(x: Pointer, rows: int, columns: int, panel: Any, part: int) -> np.ndarray:
     return _read(run, u, x, rows, columns, int(panel), groups, flight.reads, part)
@@ -146,17 +138,19 @@ def from_shared(
     words = _left(run, u, a, steps * parts, groups, flight.operands)
     lefts = np.split(words, parts, axis=-1)
   elif by_rows:
-    lefts = [read(a, k, M, panels[0], part).swapaxes(1, 2) for part in range(parts)]
+    lefts = [read(a, k, ROWS, panels[0], part).swapaxes(1, 2) for part in range(parts)]
   else:
-    lefts = [read(a, M, k, panels[0], part) for part in range(parts)]
+    lefts = [read(a, ROWS, k, panels[0], part) for part in range(parts)]
   if of_rows:
     rights = [read(b, k, n, panels[1], part) for part in range(parts)]
   else:
     rights = [read(b, n, k, panels[1], part).swapaxes(1, 2) for part in range(parts)]
   product = reduce(np.add, [_product(lefts[i], rights[j], dtype) for i, j in PAIRS[parts]])  # (warpgroups, 64, n)
   thread = np.arange(THREADS)
-  same = (x for x in reversed(run.flights) if (x.d, x.first) == (flight.d, flight.first))
+  same = [x for x in reversed(run.flights) if (x.d, x.first) == (flight.d, flight.first)]
   earlier = next((x for x in same if np.isin(groups, x.groups).all()), None)  # products add up in order
+  for x in same:
+    _check_accumulators(run, x, _lanes_of(run, np.intersect1d(groups, x.groups)))
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
     part = product[:, row, e // 4 * 8 + 2 * (thread % 4) + e % 2]
@@ -184,7 +178,11 @@ def _product(left: np.ndarray, right: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def cut_product(
-  left: np.ndarray, right: np.ndarray, of: np.ndarray | float = 0.0, step: int = 2 * K, bits: tuple[int, int] = (13, 13)
+  left: np.ndarray,
+  right: np.ndarray,
+  of: np.ndarray | float = 0.0,
+  step: int = 32,
+  bits: tuple[int, int] = (13, 13),
 ) -> np.ndarray:
   """The product of two matrices, added to `of`, as tensor cores sum it: `step` terms and the sum so far at a time.
 
@@ -228,15 +226,16 @@ def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> None:
     finished += [replace(flight, groups=flight.groups[done])] if done.any() else []
     rest += [] if done.all() else [replace(flight, groups=flight.groups[~done])]
   run.flights = rest[::-1]
-  for flight in reversed(finished):
+  while finished:
+    flight = finished.pop()
     if (flight.d, flight.first) != (d.memory, int(np.max(d.index))):
       raise run.fail(Unwritten, u, f"waits for a product into {flight.d.name} but names {d.memory.name}")
-    _finish(run, flight, d.dtype)
+    _finish(run, flight, d.dtype, [*finished, *run.flights])
 
 
-def _finish(run: Run, flight: Flight, dtype: DType) -> None:
-  """Deliver a product's results. Raises Race if its operands have changed."""
-  lanes = np.isin(np.arange(run.shape.lanes) // THREADS * THREADS, flight.groups)
+def _finish(run: Run, flight: Flight, dtype: DType, younger: list[Flight]) -> None:
+  """Deliver a product's results, but where a younger one adds to them. Raises Race if its operands have changed."""
+  lanes = _lanes_of(run, flight.groups)
   for lds, granules, readers, content in flight.reads:
     mine = lanes[readers]
     granules, readers, content = granules[:, mine], readers[mine], content[:, mine]
@@ -246,9 +245,26 @@ def _finish(run: Run, flight: Flight, dtype: DType) -> None:
     now = registers.rows[row]
     if run.check and now is not value and (run.spread(now) != run.spread(value))[lanes].any():
       raise run.fail(Race, flight.u, f"{registers.name} at index {row} was written while a product reads it")
+  for x in younger:
+    if (x.d, x.first) == (flight.d, flight.first):
+      lanes &= ~_lanes_of(run, x.groups)
+  _check_accumulators(run, flight, lanes)
   mask, run.mask = run.mask, None if lanes.all() else lanes
   flight.d.store(flight.u, flight.first, dtype, flight.values)
   run.mask = mask
+
+
+def _check_accumulators(run: Run, flight: Flight, lanes: np.ndarray) -> None:
+  """Raise Race if one of some lanes has written what a product in flight adds to."""
+  for row in range(flight.first, flight.first + len(flight.values)):
+    written = flight.d.written[row]
+    if run.check and written is not False and (run.spread(written) & lanes).any():
+      raise run.fail(Race, flight.u, f"{flight.d.name} at index {row} was written while a product adds to it")
+
+
+def _lanes_of(run: Run, groups: np.ndarray) -> np.ndarray:
+  """Whether each lane is of one of the warpgroups with these first lanes."""
+  return np.isin(run.all_lanes // THREADS * THREADS, groups)
 
 
 def fence_proxy_async(run: Run, u: UOp) -> None:

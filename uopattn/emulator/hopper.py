@@ -1,0 +1,18 @@
+"""Sizes and the layout that instructions of Hopper's warpgroups have; kernels have constants of their own.
+
+Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" and "Swizzling Modes".
+"""
+
+from typing import Any
+
+THREADS, WARPS = 128, 4  # of a warpgroup
+ROWS = 64  # of a product's left operand
+STEP = 16  # along k, in units of 16 bits
+COLUMNS = 64  # of a panel and of a box, in units of 16 bits
+ROW_BYTES = 2 * COLUMNS
+PERIOD = 8 * ROW_BYTES  # after which the swizzle repeats, and of which panels and boxes start at a multiple
+
+
+def swizzled(offset: Any) -> Any:
+  """Where a byte of a panel or a box is, by its place in rows of ROW_BYTES bytes that follow one another."""
+  return offset ^ offset // ROW_BYTES % 8 * 16
