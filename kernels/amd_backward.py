@@ -74,7 +74,7 @@ class Tiles:
     if self.gradients not in KINDS:
       raise ValueError(f"Tiles.gradients={self.gradients!r}: must be one of {', '.join(KINDS)}")
     if self.block < 1 or self.block % (least := self.least(f)):
-      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {least} on {self.arch}")
+      raise ValueError(f"Tiles.block={self.block}: must be a positive multiple of {least} on {self.arch}")
     if self.row_tiles < 1:
       raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
     if not 1 <= self.waves <= 1024 // f.lanes:

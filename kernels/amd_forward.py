@@ -74,7 +74,7 @@ class Tiles:
 
   def __post_init__(self) -> None:
     if self.block_n < 1 or self.block_n % (least := self.least(self.fragments)):
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} on {self.arch}")
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a positive multiple of {least} on {self.arch}")
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.waves <= 1024 // self.fragments.lanes:

@@ -72,7 +72,7 @@ class Tiles:
 
   def __post_init__(self) -> None:
     if self.block < 1 or self.block % SIZE:
-      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {SIZE}")
+      raise ValueError(f"Tiles.block={self.block}: must be a positive multiple of {SIZE}")
     if self.row_tiles < 1:
       raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:

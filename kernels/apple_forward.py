@@ -64,7 +64,7 @@ class Tiles:
 
   def __post_init__(self) -> None:
     if self.block_n < 1 or self.block_n % SIZE:
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {SIZE}")
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a positive multiple of {SIZE}")
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if self.blocks < 1 or self.slices < 1 or self.warps > 32:

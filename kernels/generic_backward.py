@@ -70,7 +70,7 @@ class Tiles:
     if self.own < 1 or self.rows < 1 or self.rows % self.own:
       raise ValueError(f"Tiles.rows={self.rows}: must be a positive multiple of own={self.own}")
     if self.across < 1 or self.block < 1 or self.block % self.across or self.block % GROUP:
-      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {GROUP}, and of across={self.across}")
+      raise ValueError(f"Tiles.block={self.block}: must be a positive multiple of {GROUP}, and of across={self.across}")
     if self.threads > MOST_THREADS:
       raise ValueError(
         f"Tiles: {self.threads} threads per workgroup; must be at most {MOST_THREADS}, which every GPU supports"

@@ -63,7 +63,9 @@ class Tiles:
     if self.rows < 1 or self.block_m < 1 or self.block_m % self.rows:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a positive multiple of rows={self.rows}")
     if self.across < 1 or self.block_n < 1 or self.block_n % self.across or self.block_n % GROUP:
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {GROUP}, and of across={self.across}")
+      raise ValueError(
+        f"Tiles.block_n={self.block_n}: must be a positive multiple of {GROUP}, and of across={self.across}"
+      )
     if self.threads > MOST_THREADS:
       raise ValueError(
         f"Tiles: {self.threads} threads per workgroup; must be at most {MOST_THREADS}, which every GPU supports"

@@ -54,9 +54,9 @@ class Tiles(generic_backward.Tiles):
     if self.in_local:
       raise ValueError("Tiles.in_local=True: must be False")
     if self.width < 1 or self.width % self.across or self.width % GROUP:
-      raise ValueError(f"Tiles.width={self.width}: must be a multiple of {GROUP}, and of across={self.across}")
+      raise ValueError(f"Tiles.width={self.width}: must be a positive multiple of {GROUP}, and of across={self.across}")
     if self.chunk < 1 or self.chunk % GROUP:
-      raise ValueError(f"Tiles.chunk={self.chunk}: must be a multiple of {GROUP}")
+      raise ValueError(f"Tiles.chunk={self.chunk}: must be a positive multiple of {GROUP}")
 
   def group(self, s: Scope, heads: int, blocks: int) -> Workgroup:
     """The workgroup of this thread."""

@@ -78,11 +78,11 @@ def test_keys_and_values_of_16_bits(sizes: tuple[int, int, int, int, int, int, i
 
 def test_tiles_state_their_laws() -> None:
   for arguments, message in (
-    (("gfx1100", 4, 1, 24), "block_n=24: must be a multiple of 16"),
-    (("gfx950", 4, 1, 16), "block_n=16: must be a multiple of 32"),
+    (("gfx1100", 4, 1, 24), "block_n=24: must be a positive multiple of 16"),
+    (("gfx950", 4, 1, 16), "block_n=16: must be a positive multiple of 32"),
     (("gfx1100", 4, 0, 32), "m_tiles=0: must be at least 1"),
     (("gfx942", 17, 1, 32), r"waves=17: must be in 1\.\.16"),
-    (("gfx942", 4, 1, 64, 8), "block_n=64: must be a multiple of 128 on gfx942"),
+    (("gfx942", 4, 1, 64, 8), "block_n=64: must be a positive multiple of 128 on gfx942"),
     (("gfx1030", 4, 1, 32), "no matrix instruction known for gfx1030"),
     (("gfx942", 4, 1, 32, 24), r"Tiles\.bits=24: must be one of 8, 16, 32"),
   ):

@@ -19,8 +19,8 @@ ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
 
 def test_tiles_state_their_laws() -> None:
   for arguments, message in (
-    (("gfx1100", "dq", 4, 1, 24), "block=24: must be a multiple of 16"),
-    (("gfx950", "dk_dv", 4, 1, 16), "block=16: must be a multiple of 32"),
+    (("gfx1100", "dq", 4, 1, 24), "block=24: must be a positive multiple of 16"),
+    (("gfx950", "dk_dv", 4, 1, 16), "block=16: must be a positive multiple of 32"),
     (("gfx1100", "dk", 4, 0, 32), "row_tiles=0: must be at least 1"),
     (("gfx942", "dq", 17, 1, 32), r"waves=17: must be in 1\.\.16"),
     (("gfx942", "dk_dq", 4, 1, 32), r"Tiles\.gradients='dk_dq': must be one of dq, dk_dv, dk, dv"),

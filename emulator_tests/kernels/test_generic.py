@@ -72,12 +72,12 @@ def test_head_sizes_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
   ("tiles", "message"),
   [
-    (lambda: generic_forward.Tiles(10, 8, 4, 4), "block_m=10: must be a multiple of rows=4"),
-    (lambda: generic_forward.Tiles(16, 12, 4, 4), "block_n=12: must be a multiple of 8"),
-    (lambda: generic_forward.Tiles(64, 8, 1, 8), "512 threads, of 256"),
-    (lambda: generic_backward.Tiles(10, 8, 4, 4), "rows=10: must be a multiple of own=4"),
-    (lambda: generic_backward.Tiles(16, 8, 4, 3), "block=8: must be a multiple of 8, and of across=3"),
-    (lambda: generic_backward.Tiles(64, 8, 1, 8), "512 threads, of 256"),
+    (lambda: generic_forward.Tiles(10, 8, 4, 4), "block_m=10: must be a positive multiple of rows=4"),
+    (lambda: generic_forward.Tiles(16, 12, 4, 4), "block_n=12: must be a positive multiple of 8"),
+    (lambda: generic_forward.Tiles(64, 8, 1, 8), "512 threads per workgroup; must be at most 256"),
+    (lambda: generic_backward.Tiles(10, 8, 4, 4), "rows=10: must be a positive multiple of own=4"),
+    (lambda: generic_backward.Tiles(16, 8, 4, 3), "block=8: must be a positive multiple of 8, and of across=3"),
+    (lambda: generic_backward.Tiles(64, 8, 1, 8), "512 threads per workgroup; must be at most 256"),
   ],
 )
 def test_laws_of_tiles(tiles: object, message: str) -> None:

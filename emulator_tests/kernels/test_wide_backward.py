@@ -283,12 +283,12 @@ def test_tiles_state_their_laws(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
   ("sizes", "message"),
   [
-    ((10, 16, 4, 4), r"Tiles\.rows=10: must be a multiple of own=4"),
-    ((16, 12, 4, 4), r"Tiles\.block=12: must be a multiple of 8, and of across=4"),
-    ((16, 16, 4, 4, False, 20), r"Tiles\.width=20: must be a multiple of 8, and of across=4"),
-    ((16, 16, 4, 4, False, 64, 12), r"Tiles\.chunk=12: must be a multiple of 8"),
+    ((10, 16, 4, 4), r"Tiles\.rows=10: must be a positive multiple of own=4"),
+    ((16, 12, 4, 4), r"Tiles\.block=12: must be a positive multiple of 8, and of across=4"),
+    ((16, 16, 4, 4, False, 20), r"Tiles\.width=20: must be a positive multiple of 8, and of across=4"),
+    ((16, 16, 4, 4, False, 64, 12), r"Tiles\.chunk=12: must be a positive multiple of 8"),
     ((16, 16, 4, 4, True), r"Tiles\.in_local=True: must be False"),
-    ((64, 16, 1, 8), "Tiles: 512 threads, of 256 that every GPU has"),
+    ((64, 16, 1, 8), "Tiles: 512 threads per workgroup; must be at most 256, which every GPU supports"),
   ],
 )
 def test_generic_tiles_state_their_laws(sizes: tuple[int, ...], message: str) -> None:
