@@ -1,4 +1,7 @@
-"""Tiles of AMD's kernels: as many queries per wave, and keys per tile, as registers and LDS allow without spills."""
+"""Tiles of AMD's kernels: as many queries per wave, and keys per tile, as registers and LDS allow by count.
+
+Where no tile fits the registers, it is the one that needs the fewest, and spills; kernels/README.md says how much.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +41,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
 
 
 def _largest_forward(problem: Problem, target: Target) -> Forward:
-  """The first tiles that fit, with three waves per SIMD if there are any.
+  """The first tiles that fit, with three waves per SIMD if there are any; else those that use the fewest registers.
 
   Raises:
     ValueError: as `forward`.
