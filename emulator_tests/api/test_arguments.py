@@ -79,7 +79,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
   "mask of blocks": ((Q, Q, Q), {"attn_mask": BlockMask.of(causal, 1, 1, 5, 5)}, TypeError,
      "attn_mask is a BlockMask; pass it as block_mask"),
   "symbolic size": ((Q[:, : UOp.variable("n", 1, 4).bind(3)], Q, Q), {}, ValueError,
-     r"^q has shape \(2, n, 5, 8\); every size must be a known int, [^\n]*$"),
+     r"^q has shape \(2, n, 5, 8\); every size must be a known int; [^\n]*$"),
   "is_causal": ((Q, Q, Q), {"is_causal": "yes"}, TypeError, "is_causal is .yes.; it must be True or False"),
   "is_causal Tensor": ((Q, Q, Q), {"is_causal": Tensor(True)}, TypeError,
      "^is_causal is a tinygrad.Tensor; it must be True or False$"),
