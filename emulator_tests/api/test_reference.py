@@ -79,7 +79,7 @@ def test_additive_mask_broadcasts_and_hides_with_minus_infinity() -> None:
   ],
   ids=["constant", "ints", "bools", "16 bits"],
 )
-def test_score_mods_that_have_not_the_dtype_and_the_shape_of_scores(score_mod: Any, value: Any) -> None:
+def test_score_mods_of_other_dtypes_and_shapes(score_mod: Any, value: Any) -> None:
   q, k, v = qkv(1, 2, 2, M, N, D, D)
   out, lse = attention(q, k, v, score_mod=score_mod, is_causal=True, return_lse=True, backend="reference")
   Tensor.realize(out, lse)
