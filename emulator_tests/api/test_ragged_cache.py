@@ -314,7 +314,7 @@ def test_sequences_in_another_order(kind: type[Any]) -> None:
   new = placed(normal(2, 1, 3, 4))
   cache.append(new, new, 0)
   cache.k = cache.k[Tensor([1, 0])]
-  with pytest.raises(ValueError, match=r"^k of the cache is no memory to write to; assign x\.contiguous"):
+  with pytest.raises(ValueError, match=r"^the cache's k is not a buffer that can be written to; assign x\.contiguous"):
     cache.append(new, new, 3)
   cache.k = cache.k.contiguous().realize()
   cache.append(new, new, 3)

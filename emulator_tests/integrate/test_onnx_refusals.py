@@ -188,6 +188,11 @@ BY_BOTH: Refusals = [
     ROTARY,
     r"cos_cache has shape \(9, 8\), sin_cache \(8, 8\); both must have the ",
   ),
+  (
+    {name: normal(9, 24) for name in ANGLES},
+    ROTARY,
+    r"cos_cache has shape \(9, 24\); it must have at most 16 columns, half of the head size",
+  ),
   (ANGLES, ROTARY, "cos_cache has 8 rows and total_sequence_length is 9; there must be one for each position"),
   (
     {"seqlens_k": np.array([8], np.int32)},

@@ -268,7 +268,10 @@ def _both_rotated(
   if x.cos_cache.ndim != 2 or x.sin_cache.shape != x.cos_cache.shape:
     shapes = f"cos_cache has shape {x.cos_cache.shape}, sin_cache {x.sin_cache.shape}"
     raise ValueError(f"{OPERATOR}: {shapes}; both must have the same two dimensions")
-  known = sizes(x.cos_cache)[0]
+  (known, pairs), most = sizes(x.cos_cache), sizes(q)[3] // 2
+  if pairs > most:
+    too_wide = f"cos_cache has shape {x.cos_cache.shape}"
+    raise ValueError(f"{OPERATOR}: {too_wide}; it must have at most {most} columns, half of the head size")
   if x.position_ids is None and known < total:
     too_few = f"cos_cache has {known} rows and total_sequence_length is {total}"
     raise ValueError(f"{OPERATOR}: {too_few}; there must be one for each position")
