@@ -81,9 +81,9 @@ def flash(
     softcap=softcap,
     score_mod=score_mod,
     mask_mod=mask_mod,
-    aux=tuple(map(Tensor, aux)),
     return_lse=lse is not None,
   ).settled(None)
+  options = replace(options, aux=tuple(map(Tensor, aux)))
   for name, x in (("q", q), ("k", k)):
     if 0 in x.shape:  # tinygrad cannot give a kernel an empty buffer
       raise ValueError(f"{name} has shape {x.shape}; in a Tensor.custom_kernel call every size must be at least 1")
