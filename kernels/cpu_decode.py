@@ -1,7 +1,8 @@
-"""Forward attention on a CPU for decode (few queries): SIMD lanes run along the head size and the keys.
+"""Forward attention on a CPU for decode (at most 16 queries): SIMD lanes run along the head size and the keys.
 
-With fewer queries than lanes, `cpu_forward` (one query per lane) leaves lanes empty and reads K and V once per query
-head. This kernel packs the query heads that share a key head into one block (GQA packing), and reads K and V once:
+With few queries, `cpu_forward` (one query per lane) leaves lanes empty, or has too few accumulators to keep the
+multipliers busy, and reads K and V once per query head. This kernel packs the query heads that share a key head (GQA
+packing) into blocks of at most 16 rows, or 8 where there are 16 vector registers. A block reads K and V once:
     S = Q K^T           (rows, block_n)   lanes along the head size, folded after each strip of keys
     m, P, l             online softmax, lanes along the keys; l is one partial sum per lane
     O = O alpha + P V   (rows, Dv)   lanes along the value columns
@@ -52,7 +53,7 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    block_m: rows per block, a multiple of `unroll_m`: the queries of all heads that share a key head.
+    block_m: rows per block, a multiple of `unroll_m`. A key head's rows are the queries of all heads that share it.
     block_n: keys per tile.
     unroll_m: rows whose accumulators are in registers at once.
     unroll_n: keys whose accumulators are in registers at once.
@@ -360,7 +361,7 @@ SCHEDULE = Schedule(
   unsupported=("block_mask",),
   pack_gqa=lambda problem: problem.group,
   split=splits_on_cpu,
-  preferred=lambda problem, target: target.vector.lanes > problem.M,
+  preferred=lambda problem, target: problem.is_decode,
   operand=dtypes.float32,
   mixed=True,
 )

@@ -181,7 +181,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward),),
   tiles=Tiles,
-  preferred=lambda problem, target: target.vector.lanes <= problem.M,
+  preferred=lambda problem, target: not problem.is_decode,
   operand=dtypes.float32,
   mixed=True,
 )

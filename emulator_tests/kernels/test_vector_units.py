@@ -74,7 +74,7 @@ def test_many_queries(unit: VectorUnit, dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_queries(unit: VectorUnit, dtype: DType) -> None:
   """Among them the most that are few here, and the fewest that are many."""
-  for M in (1, unit.lanes - 1, unit.lanes):
+  for M in (1, 16, 17):
     check_attention(*qkv(2, 6, 2, M, 77, 33, 17, dtype), is_causal=True, q_start=77 - M)
   check_attention(*qkv(1, 8, 2, 1, 300, 64, 64, dtype))
 
