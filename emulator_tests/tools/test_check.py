@@ -155,6 +155,7 @@ def test_no_private_data(answers: list[Answer], monkeypatch: pytest.MonkeyPatch,
   monkeypatch.setattr("socket.gethostname", lambda: "my-own-host")
   monkeypatch.setattr(getpass, "getuser", lambda: "somebody")
   monkeypatch.setenv("HOME", "/home/somebody")
+  monkeypatch.chdir(tmp_path)  # not the package's own folder
   answers.append(lambda probe: Outcome(FAILS, f"/home/somebody/a.c: somebody at my-own-host in {Path.cwd()}"))
   file = tmp_path / "report.json"
   assert run(monkeypatch, "--json", str(file), "--quick", "--kernel", "cpu_decode") == 1
