@@ -14,6 +14,7 @@ from tuned import SHAPE, WORDS, spec_of, the, tuned_by_command
 import uopattn
 from uopattn import attention
 from uopattn.api.attention import Call
+from uopattn.dsl.schedule import BackwardInputs
 from uopattn.dsl.target import Target
 from uopattn.kernels import cpu_backward, cpu_forward
 from uopattn.measure.timing import Runner, Timing, Turns
@@ -171,8 +172,8 @@ def test_a_defect_in_a_gradient_is_reported_and_never_chosen(
   model, other = (x[0].tiles for x in dispatch.candidates_backward(spec, target_of("CPU"))[:2])
   (kernel,) = cpu_backward.SCHEDULE.kernels
 
-  def backward(dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, *rest: UOp, **given: Any) -> UOp:
-    return right(dq, dk, dv, q, k, k if given["tiles"] == other else v, *rest, **given)
+  def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, **given: Any) -> UOp:
+    return right(dq, dk, dv, inputs._replace(v=inputs.k) if given["tiles"] == other else inputs, **given)
 
   wrong = replace(cpu_backward.SCHEDULE, kernels=(replace(kernel, build=backward),))
   schedules = [wrong if x.name == wrong.name else x for x in dispatch.schedules("CPU", "backward")]
