@@ -16,7 +16,7 @@ from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.local_tile import LocalTile
-from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.gpu.terms import PAIRS
 from uopattn.dsl.gpu.thread_grid import ThreadGrid
 from uopattn.dsl.instructions import Amx, Cpu, Cuda, Dialect
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
@@ -156,13 +156,13 @@ AMD |= {
 
 
 def without(left_out: tuple[int, int]) -> Callable[[Any], Any]:
-  """The products of three parts without one of them."""
+  """The products of three terms without one of them."""
   return lambda right: right | {3: tuple(x for x in right[3] if x != left_out)}
 
 
 # On RDNA.
-PART_MISTAKES = {
-  f"parts {pair[0]} and {pair[1]} not multiplied": Mistake(products, "PAIRS", without(pair)) for pair in PAIRS[3]
+TERM_MISTAKES = {
+  f"terms {pair[0]} and {pair[1]} not multiplied": Mistake(products, "PAIRS", without(pair)) for pair in PAIRS[3]
 }
 
 
@@ -174,7 +174,7 @@ AMD8 = {name: mistake for name, mistake in AMD.items() if name != "halves of P e
   "pairs of P exchanged": Mistake(products, "word_of_bytes", p_pairs_exchanged),
   "odd columns are the even ones": Mistake(Dialect, "odd_bytes", instead(Dialect.even_bytes)),
 }
-AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | PART_MISTAKES
+AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | TERM_MISTAKES
 
 
 # Apple
@@ -266,7 +266,7 @@ def keys_in_order(right: Phase) -> Phase:
 
 def k_halves_exchanged(right: Phase) -> Phase:
   """The left operand's only: of both it would be no mistake."""
-  return lambda x, part, count: right(x, 1 - part if count == 4 else part, count)
+  return lambda x, i, count: right(x, 1 - i if count == 4 else i, count)
 
 
 def without_permutation(self: swizzled.SwizzledTiles, row: UOp, chunk: UOp) -> UOp:
@@ -314,10 +314,10 @@ FLOAT8 = (
 )
 FLOAT32 = MMA | {
   "keys in another order": Mistake(swizzled.SwizzledTiles, "element", keys_in_order),
-  "the small part of Q and P times nothing": Mistake(mma, "PAIRS", lambda right: right | {2: right[2][1:]}),
-  "the small part of K and V times nothing": Mistake(mma, "PAIRS", lambda right: right | {2: right[2][::2]}),
+  "the small term of Q and P times nothing": Mistake(mma, "PAIRS", lambda right: right | {2: right[2][1:]}),
+  "the small term of K and V times nothing": Mistake(mma, "PAIRS", lambda right: right | {2: right[2][::2]}),
 }
-TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchanged)}
+TURING = MMA | {"halves of k exchanged": Mistake(mma, "_share", k_halves_exchanged)}
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
 HOPPER = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | PACK
 HOPPER |= softmax_mistakes(wgmma_softmax, "online_softmax", scale=5.0)
@@ -339,16 +339,16 @@ HOPPER8 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
 }
 
 
-def part_left_out(part: int) -> Mistake:
+def term_left_out(term: int) -> Mistake:
   def wrong(right: Phase) -> Phase:
-    return lambda *given: [x if i != part else UOp.const(0, dtypes.uint) for i, x in enumerate(right(*given))]
+    return lambda *given: [x if i != term else UOp.const(0, dtypes.uint) for i, x in enumerate(right(*given))]
 
-  return Mistake(hopper_float32_forward, "bfloat16_parts", wrong)
+  return Mistake(hopper_float32_forward, "bfloat16_terms", wrong)
 
 
 HOPPER32 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
-  "the second part left out": part_left_out(1),
-  "the last part left out": part_left_out(2),
+  "the second term left out": term_left_out(1),
+  "the last term left out": term_left_out(2),
   "keys in another order": Mistake(
     hopper_float32_forward.Mainloop,
     "packed",

@@ -196,7 +196,7 @@ MISTAKES: dict[str, Mistake] = {
   "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (Mma, "as_operands")}),
   "a matrix not transposed": Mistake(not_transposed, {"cuda": (Cuda, "ldmatrix")}),
   "halves of k exchanged": Mistake(
-    lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
+    lambda right: lambda x, i, count: right(x, 1 - i if count == 4 else i, count), {"turing": (mma, "_share")}
   ),
   "a tile read by columns": Mistake(read_by_rows, dict.fromkeys(("apple", "generic"), (LocalTile, "__getitem__"))),
   "copies one row off": Mistake(

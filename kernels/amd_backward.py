@@ -18,7 +18,7 @@ rows padded against bank conflicts. While a tile is in use, `uopattn.dsl.amd.sta
 dK and dV have separate kernels (`SEPARATE`) where LDS cannot hold Q and dO both as they are and transposed, as at D=256
 on gfx942, or where registers cannot hold both sums by their count, as at D=192 on gfx1201.
 
-In float32 RDNA multiplies three bfloat16 parts, as in `amd_forward`. Operands of the stationary rows are then loaded
+In float32 RDNA multiplies three bfloat16 terms, as in `amd_forward`. Operands of the stationary rows are then loaded
 and split where they are needed.
 
 Not measured: no AMD GPU at hand. scripts/results/COMPILE.md has registers, spills and instructions.
@@ -59,7 +59,7 @@ class Tiles:
     waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
     block: rows per streamed tile.
-    bits: bits per element: 16, or 32 for float32, which CDNA multiplies directly and RDNA in parts.
+    bits: bits per element: 16, or 32 for float32, which CDNA multiplies directly and RDNA split into terms.
   """
 
   arch: str
@@ -121,12 +121,12 @@ class Tiles:
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
     f, sums = self.fragments, self.sums(Dk, Dv)
-    stationary = 3 if f.parts > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `Mma.load`
+    stationary = 3 if f.terms > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `Mma.load`
     operands = stationary + len(sums) * self.block // f.step
     of_scores = 3 if self.gradients == "bias" else 2  # S, dP and sums of dS
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + of_scores * self.block // MMA_SIZE
     moving = self.block * (Dk + Dv + sum(sums)) * f.memory_bits // 32 // self.threads
-    return self.row_tiles * (operands * f.parts * f.words + results * f.result) + moving
+    return self.row_tiles * (operands * f.terms * f.words + results * f.result) + moving
 
 
 def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:

@@ -17,12 +17,12 @@ In 8 bits (RDNA4, CDNA) P is rounded to the inputs' type. A power of two scales 
 `p_scale_of`. A word is four elements, and transposing V takes two byte permutations per word. CDNA3 converts what it
 reads and writes (`uopattn.dsl.amd.fnuz`).
 
-CDNA has a matrix instruction for float32. RDNA splits each operand into three bfloat16 parts and computes six products
-of parts (`uopattn.dsl.gpu.parts`). Per clock and compute unit, WMMA does 512 FLOP on RDNA3 and 1024 on RDNA4, so six
+CDNA has a matrix instruction for float32. RDNA splits each operand into three bfloat16 terms and computes six products
+of terms (`uopattn.dsl.gpu.terms`). Per clock and compute unit, WMMA does 512 FLOP on RDNA3 and 1024 on RDNA4, so six
 products leave 85 and 171. Multiply-adds do 128, or 256 if LLVM pairs them all. But each reads a word of K or V from
 LDS, which gives 32 lanes one word per clock: 64 FLOP for each tile of queries in a wave, and float32 leaves registers
 for only one. A separate kernel with tiles of queries and keys per lane could reach about 185 by its reads of LDS, which
-would pay on RDNA3. Two float16 parts would take three products, but no scale per tile covers float32's range.
+would pay on RDNA3. Two float16 terms would take three products, but no scale per tile covers float32's range.
 
 With few queries, the query heads that share a key head are packed into one tile (GQA packing), the keys are split over
 workgroups, and `kernels/combine.py` combines the splits.
@@ -64,7 +64,7 @@ class Tiles:
     waves: waves per workgroup.
     m_tiles: tiles of 16 queries per wave.
     block_n: keys per tile.
-    bits: bits per element: 16; 32, which CDNA multiplies directly and RDNA in parts; 8 on RDNA4 and CDNA.
+    bits: bits per element: 16; 32, which CDNA multiplies directly and RDNA split into terms; 8 on RDNA4 and CDNA.
   """
 
   arch: str
@@ -108,11 +108,11 @@ class Tiles:
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS.
 
-    In parts Q^T is loaded when it is needed, and the operands of two products take more registers.
+    Split into terms, Q^T is loaded when it is needed, and the operands of two products take more registers.
     """
     (Dk, Dv), f = self.padded(Dk, Dv), self.fragments
-    words, results = f.parts * f.words, f.result
-    query = (3 if f.parts > 1 else Dk // f.step) * words + Dv // MMA_SIZE * results
+    words, results = f.terms * f.words, f.result
+    query = (3 if f.terms > 1 else Dk // f.step) * words + Dv // MMA_SIZE * results
     scores = self.block_n // MMA_SIZE * results + (1 if f.repeated else self.block_n // f.step) * words
     return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) * f.memory_bits // 32 // (self.waves * f.lanes)
 

@@ -11,7 +11,7 @@ and then once for all its queries
 Storage, all on the stack: Q and dO, packed twice per block as right operands, with queries in lanes and in pairs; dQ^T;
 a tile of K and V, and K^T; S^T and dP^T of 32 queries, which P^T and dS^T overwrite; P^T and dS^T of all queries of the
 block in bfloat16, as left operands; what a tile adds to dK and dV. See `uopattn.dsl.cpu.amx_operands`. Work items and
-their sums of dK and dV are as in `cpu_backward`. float16 is split into two bfloat16 parts and float32 into three, as in
+their sums of dK and dV are as in `cpu_backward`. float16 is split into two bfloat16 terms and float32 into three, as in
 `amx_forward`, and P and dS into as many.
 
 Speed on two threads of a Xeon, D=64: bfloat16 1230 GFLOP/s (3.6 times PyTorch), float16 609 (2.9), float32 416 (1.7).
@@ -28,15 +28,15 @@ from uopattn.dsl import Scope, make_kernel, sizes
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
   GROUPS,
-  PARTS,
   PRODUCTS,
+  TERMS,
   LeftOperand,
   Placed,
   check_tiles,
   filled,
   load_lanes,
   load_pairs,
-  load_parts,
+  load_terms,
   mma,
   mma_block,
   store_accumulators,
@@ -67,12 +67,12 @@ class Tiles:
   def __post_init__(self) -> None:
     check_tiles(self)
 
-  def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
-    """Bytes of everything that the file's docstring lists, with operands in `parts` parts."""
+  def stack_bytes(self, Dk: int, Dv: int, terms: int) -> int:
+    """Bytes of everything that the file's docstring lists, with operands in `terms` terms."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
-    of_queries = self.block_m * (4 * parts * (Dk + Dv) + 4 * Dk)
-    of_keys = self.block_n * (2 * parts * (3 * Dk + Dv) + 4 * (Dk + Dv))
-    return of_queries + of_keys + self.block_n * (4 * parts * self.block_m + GROUPS * LANES * (8 + 2 * parts))
+    of_queries = self.block_m * (4 * terms * (Dk + Dv) + 4 * Dk)
+    of_keys = self.block_n * (2 * terms * (3 * Dk + Dv) + 4 * (Dk + Dv))
+    return of_queries + of_keys + self.block_n * (4 * terms * self.block_m + GROUPS * LANES * (8 + 2 * terms))
 
 
 def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -84,16 +84,16 @@ def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules,
     tiles: block sizes.
   """
   (_, _, Dk), (kv_heads, _, Dv), (q, k, v, do, lse, delta) = *inputs.shapes, inputs
-  block_m, block_n, parts = tiles.block_m, tiles.block_n, PARTS[q.dtype]
+  block_m, block_n, terms = tiles.block_m, tiles.block_n, TERMS[q.dtype]
   s = Scope()
   block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.splits)
   outer, config, item = block.axes, AMX.tile_config(*block.axes), block.item
   queries, grads = (HeadView.of(x, block.head, block.end) for x in (q, do))
-  q_t, do_t = (load_lanes(s, x, block.top, block_m, parts, outer) for x in (queries, grads))
+  q_t, do_t = (load_lanes(s, x, block.top, block_m, terms, outer) for x in (queries, grads))
   width, dv_width = (round_up(x, STEP) for x in (Dk, Dv))
 
   def operand(dtype: DType, rows: int, width: int) -> UOp:
-    return filled(s, 0, dtype, parts, rows, width, within=outer)
+    return filled(s, 0, dtype, terms, rows, width, within=outer)
 
   q_pairs, do_pairs = (
     load_pairs(s, operand(dtypes.uint, block_m // PAIR, size), x, block.top, x.length, *outer)
@@ -108,20 +108,20 @@ def backward(dq: UOp, dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules,
   loop = key_tiles.loop(s, *outer, busy=block.busy)
   tile = key_tiles.at(loop.index)
   keys, values = (tile.rules.keys(x, kv_head=block.kv_head) for x in (k, v))
-  k_rows = load_parts(s, k_rows, 0, parts, keys, tile.first, tile.length, *loop.axes)
-  v_rows = load_parts(s, v_rows, 0, parts, values, tile.first, tile.length, *loop.axes)
-  k_t = s.buffer(parts, block_n // STEP, width, LANES, dtype=dtypes.uint)
+  k_rows = load_terms(s, k_rows, 0, terms, keys, tile.first, tile.length, *loop.axes)
+  v_rows = load_terms(s, v_rows, 0, terms, values, tile.first, tile.length, *loop.axes)
+  k_t = s.buffer(terms, block_n // STEP, width, LANES, dtype=dtypes.uint)
   k_pairs = load_pairs(s, k_pairs, keys, tile.first, tile.length, *loop.axes)
   k_t = transpose_pairs(s, k_t, 0, k_pairs, *loop.axes)
 
   g = s.axis(block_m // BLOCK)
-  inside, products = (*loop.axes, g), PRODUCTS[parts]
+  inside, products = (*loop.axes, g), PRODUCTS[terms]
   qk, dp = (s.buffer(GROUPS, block_n, LANES) for _ in range(2))
   qk = qk.after(mma(s, LeftOperand.rows(k_rows), q_t, g, qk, 0, GROUPS, products, *inside, config))
   # After it, as the two share tiles.
   dp = dp.after(mma(s, LeftOperand.rows(v_rows), do_t, g, dp, 0, GROUPS, products, *inside, qk))
   p, ds = recompute(s, qk, dp, Gradients(tile, block, lse_i, delta_i), g * GROUPS)
-  p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
+  p_rows, ds_rows = (s.buffer(terms, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
   packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)
   dq_old = dq_t.after(*inside)
   dq_end = mma(s, LeftOperand.transposed(k_t), ds_pairs, 0, dq_old, g, GROUPS, products, *inside, packed, adds=True)
@@ -147,36 +147,36 @@ def pack_gradients(
   """Pack P^T and dS^T of pair g of groups: both as left operands, and dS^T as a right one.
 
   Args:
-    p_rows, ds_rows: (parts, pairs, block_n, 32), receive the left operands.
+    p_rows, ds_rows: (terms, pairs, block_n, 32), receive the left operands.
 
   Returns:
-    The last store, and the right operand, (2, parts, block_n / 2, 16) pairs.
+    The last store, and the right operand, (2, terms, block_n / 2, 16) pairs.
   """
-  parts, pairs, block_n, _ = sizes(p_rows)
-  ds_pairs = s.buffer(GROUPS, parts, block_n // PAIR, LANES, dtype=dtypes.uint)
+  terms, pairs, block_n, _ = sizes(p_rows)
+  ds_pairs = s.buffer(GROUPS, terms, block_n // PAIR, LANES, dtype=dtypes.uint)
   done: tuple[UOp, ...] = (*inside, p, ds)
   for to, x in ((p_rows, p), (ds_rows, ds)):
-    place, part_bytes = to.after(*inside)[0, g, 0, 0], pairs * block_n * ROW_BYTES
-    done = (AMX.pack(place, x[0, 0, 0], x[1, 0, 0], ROW_BYTES, block_n, part_bytes, parts, False, *done),)
+    place, term_bytes = to.after(*inside)[0, g, 0, 0], pairs * block_n * ROW_BYTES
+    done = (AMX.pack(place, x[0, 0, 0], x[1, 0, 0], ROW_BYTES, block_n, term_bytes, terms, False, *done),)
   for j in range(GROUPS):
     place, a, b = ds_pairs.after(*inside)[j, 0, 0, 0], ds[j, 0, 0], ds[j, 1, 0]
-    count, part_bytes = block_n // PAIR, block_n // PAIR * ROW_BYTES
-    done = (AMX.pack(place, a, b, PAIR * ROW_BYTES, count, part_bytes, parts, True, *done),)
+    count, term_bytes = block_n // PAIR, block_n // PAIR * ROW_BYTES
+    done = (AMX.pack(place, a, b, PAIR * ROW_BYTES, count, term_bytes, terms, True, *done),)
   return done[0], ds_pairs.after(*done)
 
 
 def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp, *within: UOp) -> UOp:
   """Compute dV += P^T dO or dK += dS^T Q: add the product, (block_n, D), to keys from `first` on, as many as exist."""
-  (parts, _, block_n, _), (*_, width), (_, N, D) = sizes(left), sizes(right), sizes(out)
+  (terms, _, block_n, _), (*_, width), (_, N, D) = sizes(left), sizes(right), sizes(out)
   sums = s.buffer(block_n, width)
   n, c = s.axis(block_n // BLOCK), s.axis(width // BLOCK)
   end = mma_block(
     s,
     LeftOperand.transposed(left),
     n * BLOCK,
-    Placed(lambda j, step, part: right[part, step * LANES, c * BLOCK + j * LANES], width * 4),
+    Placed(lambda j, step, term: right[term, step * LANES, c * BLOCK + j * LANES], width * 4),
     Placed(lambda i, j: sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES], width * 4),
-    PRODUCTS[parts],
+    PRODUCTS[terms],
     *within,
     n,
     c,
@@ -192,7 +192,7 @@ def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp
 SCHEDULE = Schedule(
   "amx_backward",
   devices=("CPU",),
-  dtypes=tuple(PARTS),
+  dtypes=tuple(TERMS),
   kernels=(Kernel.backward(backward, DQ, DK_SUMS, DV_SUMS),),
   tiles=Tiles,
   unsupported=("scales", "page_table", "indices"),

@@ -17,7 +17,7 @@ FlashAttention-4, so O^T is seldom rescaled.
 
 The first-level cache (32 or 48 KB) matters too: loading a tile from the next level takes 19 cycles instead of 8, more
 than a product (16). At head sizes up to 96 a unit is one group, whose tiles of Q^T and P^T stay in four of the eight
-tiles; each tile of K and of V^T is loaded for one product, or for all products of its part. At D=64 in bfloat16, K,
+tiles; each tile of K and of V^T is loaded for one product, or for all products of its term. At D=64 in bfloat16, K,
 V^T, two S^T and P^T of 64 keys, Q^T and O^T take 40 KB; in float16 as much with 32 keys. Larger heads fit with no tile
 size. There two groups share each tile of K and V^T, as 2 x 2 accumulators, and tiles are long.
 
@@ -29,9 +29,9 @@ With few queries, the rows of a unit are all query heads of a key head, the keys
 prefetch the next tile of keys and of values, which then come from memory. `preferred` says when that is faster than
 `cpu_decode`: in bfloat16, from 16 rows on.
 
-float16 is split into two bfloat16 parts by truncation, and float32 into three. Q, K, V and P are stored in parts; a
-product takes three or four products of two parts, or six of three. Consecutive products share a part, whose tiles stay
-loaded where two groups share tiles. The later parts of an infinity are NaN. Denormal bfloat16 count as 0, so float32
+float16 is split into two bfloat16 terms by truncation, and float32 into three. Q, K, V and P are stored as terms; a
+product takes three or four products of two terms, or six of three. Consecutive products share a term, whose tiles stay
+loaded where two groups share tiles. The later terms of an infinity are NaN. Denormal bfloat16 count as 0, so float32
 numbers below 2**-109 are less exact.
 
 Speed on two threads of a Xeon, D=64: bfloat16 1732 GFLOP/s (2.4 times PyTorch), float16 871 (3.3), float32 487 (1.9).
@@ -48,8 +48,8 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl import Scope, clamp, least, make_kernel, sizes
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
-  PARTS,
   PRODUCTS,
+  TERMS,
   Between,
   LeftOperand,
   Products,
@@ -58,7 +58,7 @@ from uopattn.dsl.cpu.amx_operands import (
   gaps,
   load_lanes,
   load_pairs,
-  load_parts,
+  load_terms,
   mma,
   nothing,
   store_accumulators,
@@ -98,11 +98,11 @@ class Tiles:
     if self.groups not in (1, 2):
       raise ValueError(f"Tiles.groups={self.groups}: must be 1 or 2")
 
-  def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
+  def stack_bytes(self, Dk: int, Dv: int, terms: int) -> int:
     """Bytes of Q^T and O^T, of two tiles of K and of V, of V in pairs, and of S^T, with masks too, and P^T, twice."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
-    of_queries = self.block_m * (2 * parts * Dk + 4 * Dv)
-    return of_queries + self.block_n * (2 * parts * (2 * Dk + 3 * Dv) + BLOCK * (12 + 4 * parts))
+    of_queries = self.block_m * (2 * terms * Dk + 4 * Dv)
+    return of_queries + self.block_n * (2 * terms * (2 * Dk + 3 * Dv) + BLOCK * (12 + 4 * terms))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -178,7 +178,7 @@ class Storage:
     queries: its rows.
     key_tiles: the tiles of keys that it sees.
     groups: groups of 16 queries of a unit.
-    products: of parts, which make up Q K^T.
+    products: the pairs of terms whose products make up Q K^T.
     degree: of the polynomial for weights, see `weigh`.
     q_t: Q^T.
     acc: O^T relative to m_i, (groups, Dv, 16), with all groups of the block.
@@ -208,8 +208,8 @@ class Storage:
   @classmethod
   def of(cls, s: Scope, q: UOp, Dv: int, queries: QueryBlock, tiles: Tiles, has_lse: bool) -> "Storage":
     """Load the queries, and allocate the rest."""
-    (_, M, Dk), parts, block_n, outer = sizes(q), PARTS[q.dtype], tiles.block_n, queries.axes
-    q_t = load_lanes(s, HeadView.of(q, queries.head, UOp.const(M)), queries.top, tiles.block_m, parts, outer)
+    (_, M, Dk), terms, block_n, outer = sizes(q), TERMS[q.dtype], tiles.block_n, queries.axes
+    q_t = load_lanes(s, HeadView.of(q, queries.head, UOp.const(M)), queries.top, tiles.block_m, terms, outer)
     groups, (width, dv_width) = tiles.block_m // LANES, (round_up(x, STEP) for x in (Dk, Dv))
     stages = min(groups // tiles.groups, 2)
     slots = stages * tiles.groups
@@ -218,21 +218,21 @@ class Storage:
       queries,
       queries.key_tiles(block_n),
       tiles.groups,
-      PRODUCTS[parts] + ((1, 1),) * (parts == 2 and has_lse),  # the LSE is float32
-      5 if has_lse or parts > 1 else 3,
+      PRODUCTS[terms] + ((1, 1),) * (terms == 2 and has_lse),  # the LSE is float32
+      5 if has_lse or terms > 1 else 3,
       q_t,
       acc=filled(s, 0.0, dtypes.float, groups, dv_width, LANES, within=outer),
       m_i=filled(s, LOWEST, dtypes.float, groups, LANES, within=outer),
       l_i=filled(s, 0.0, dtypes.float, groups, LANES, within=outer),
-      v_pairs=filled(s, 0, dtypes.uint, parts, block_n // PAIR, dv_width, within=outer),
-      k_tiles=filled(s, 0, dtypes.ushort, stages * parts, block_n, width, within=outer),
-      v_tiles=filled(s, 0, dtypes.uint, stages * parts, block_n // STEP, dv_width, LANES, within=outer),
-      weights=filled(s, 0, dtypes.uint, slots, parts, block_n // PAIR, LANES, within=outer),
+      v_pairs=filled(s, 0, dtypes.uint, terms, block_n // PAIR, dv_width, within=outer),
+      k_tiles=filled(s, 0, dtypes.ushort, stages * terms, block_n, width, within=outer),
+      v_tiles=filled(s, 0, dtypes.uint, stages * terms, block_n // STEP, dv_width, LANES, within=outer),
+      weights=filled(s, 0, dtypes.uint, slots, terms, block_n // PAIR, LANES, within=outer),
       scores=s.buffer(slots, block_n, LANES),
     )
 
   @property
-  def parts(self) -> int:
+  def terms(self) -> int:
     return sizes(self.v_pairs)[0]
 
   @property
@@ -272,24 +272,24 @@ class Storage:
       return self.k_tiles
     tile = self.key_tiles.at(position).with_pages(self.s, axes)
     first = tile.first.cast(dtypes.long)  # clang makes no vector loads from sums with constants in 32 bits
-    at = position % self.stages * self.parts
-    return load_parts(self.s, self.k_tiles, at, self.parts, tile.rules.keys(k), first, tile.length, *axes)
+    at = position % self.stages * self.terms
+    return load_terms(self.s, self.k_tiles, at, self.terms, tile.rules.keys(k), first, tile.length, *axes)
 
   def keys(self, k: UOp, k_tiles: UOp, position: UOp) -> LeftOperand:
     """The keys of the tile at a position as left operands; `k_tiles` are those that `load_keys` returned."""
     if self._in_place(k):
       tile = self.key_tiles.at(position)
       return LeftOperand.in_memory(tile.rules.keys(k), tile.first.cast(dtypes.long), tile.size)
-    return LeftOperand.rows(k_tiles, position % self.stages * self.parts)
+    return LeftOperand.rows(k_tiles, position % self.stages * self.terms)
 
   def _in_place(self, k: UOp) -> bool:
     rules = self.queries.rules
-    return self.parts == 1 and self.key_tiles.size <= rules.rules.N and LeftOperand.fit(rules.keys(k))
+    return self.terms == 1 and self.key_tiles.size <= rules.rules.N and LeftOperand.fit(rules.keys(k))
 
   def load_values(self, v: UOp, tile: KeyTile, stage: UOp, *axes: UOp) -> UOp:
     """Load the values of a tile, transposed, as left operands."""
     v_pairs = load_pairs(self.s, self.v_pairs, tile.rules.keys(v), tile.first, tile.length, *axes)
-    return transpose_pairs(self.s, self.v_tiles, stage * self.parts, v_pairs, *axes)
+    return transpose_pairs(self.s, self.v_tiles, stage * self.terms, v_pairs, *axes)
 
   def prefetch(self, x: UOp, position: UOp) -> Between:
     """Prefetch the rows of x, k or v, of the tile after that at a position: some of them in each gap.
@@ -316,8 +316,8 @@ class Storage:
     *after: UOp,
     between: Between = nothing,
   ) -> UOp:
-    """Add V^T P^T of a unit to O^T; the parts of V^T begin at `at`. A statement."""
-    values, products = LeftOperand.transposed(v_tile, at), PRODUCTS[self.parts]
+    """Add V^T P^T of a unit to O^T; the terms of V^T begin at `at`. A statement."""
+    values, products = LeftOperand.transposed(v_tile, at), PRODUCTS[self.terms]
     return mma(self.s, values, self.weights, slot, acc, unit, self.groups, products, *after, adds=True, between=between)
 
 
@@ -392,7 +392,7 @@ def multiply_and_weigh(
   following, between = unit.eq(units - 1).where(firsts[1], unit + 1), weighing.between(0, rows[0])
   end = storage.multiply_qk(keys, following, other, *done, between=between)
   is_first = unit.eq(firsts[0])
-  previous, at = is_first.where(units - 1, unit - 1), is_first.where(1 - stage, stage) * storage.parts
+  previous, at = is_first.where(units - 1, unit - 1), is_first.where(1 - stage, stage) * storage.terms
   between = weighing.between(weighed[0], rows[1])
   end = storage.multiply_pv(acc, v_tile, at, previous, other, end, between=between)
   (end,) = weighing.rows(sum(weighed), block_n - sum(weighed), end)
@@ -404,16 +404,16 @@ LEAST_ROWS = 16  # of a key head, for few queries: of fewer `cpu_decode` makes s
 
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether it is faster than the kernels without tiles: not for one query."""
-  p, parts = problem, PARTS.get(problem.dtype)
-  if not target.vector.tiles or parts is None:
+  p, terms = problem, TERMS.get(problem.dtype)
+  if not target.vector.tiles or terms is None:
     return False
-  return not p.is_decode or (parts == 1 and p.M * group_of_few(p) >= LEAST_ROWS)
+  return not p.is_decode or (terms == 1 and p.M * group_of_few(p) >= LEAST_ROWS)
 
 
 SCHEDULE = Schedule(
   "amx_forward",
   devices=("CPU",),
-  dtypes=tuple(PARTS),
+  dtypes=tuple(TERMS),
   kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   unsupported=("dropout_p", "scales"),

@@ -17,7 +17,7 @@ memory (`uopattn.dsl.nvidia.swizzled`), which `uopattn.dsl.nvidia.cp_async` fill
 Where registers cannot hold both dK and dV, as at D=256, each has its own kernel (`SEPARATE`). S is then computed once
 more, which makes eight products.
 
-In float32 each product is three products of tf32 parts (`uopattn.dsl.gpu.parts`), which are split in registers just
+In float32 each product is three products of tf32 terms (`uopattn.dsl.gpu.terms`), which are split in registers just
 before use. For want of registers, rows of S, dP and the sums are then computed one after another.
 
 Spills of nvcc 13, in bytes: in `backward_kv` 20 on sm_80 and 24 on sm_86 at D=64; 4 on sm_86 at D=256 with a causal
@@ -98,7 +98,7 @@ class Tiles(MmaTiles):
       raise ValueError(f"Tiles.block={self.block}: must be a multiple of {PAIR}")
     if not 1 <= self.warps <= 32:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
-    if self.parts > 1 and self.in_registers:
+    if self.terms > 1 and self.in_registers:
       raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
 
   @property
@@ -247,7 +247,7 @@ class WarpMma:
     """
     check_step(tiles.step, dtype)
     stationary, streamed = tiles.panels(s, Dk, Dv, slots)
-    return cls(Mma(s, dtype, tiles.turing, tiles.parts), group, tiles, stationary), streamed
+    return cls(Mma(s, dtype, tiles.turing, tiles.terms), group, tiles, stationary), streamed
 
   @property
   def dialect(self) -> Cuda:
@@ -297,10 +297,10 @@ class WarpMma:
     self, stationary: list[list[Left]] | None, tiles: Sequence[SwizzledTiles], starts: Sequence[Elements | None]
   ) -> list[Elements]:
     """Compute S and dP. Stationary rows that stay are read after the tile: else all of it would be loaded before."""
-    left, parts = stationary or self.load(tiles[0].memory), self.mma.parts
+    left, terms = stationary or self.load(tiles[0].memory), self.mma.terms
     s = self.product(left[0], tiles[0], starts[0])
-    # In parts the second tile is read only once the first product is computed, for want of registers.
-    second = tiles[1].after(CUDA.read_later(s[max(s)])) if parts > 1 else tiles[1]
+    # With terms the second tile is read only once the first product is computed, for want of registers.
+    second = tiles[1].after(CUDA.read_later(s[max(s)])) if terms > 1 else tiles[1]
     return [s, self.product(left[1], second, starts[1])]
 
   def product(self, left: list[Left], tile: SwizzledTiles, start: Elements | None) -> Elements:
@@ -314,7 +314,7 @@ class WarpMma:
 
   def mma_ab(self, left: list[list[UOp]], tile: SwizzledTiles, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
     """Add left times a tile to `old`. Returns the stores to acc (tiles of 16 rows, accumulator tiles, 4)."""
-    tile = tile.after(*stores) if self.mma.parts > 1 else tile  # as in `mma_abt`
+    tile = tile.after(*stores) if self.mma.terms > 1 else tile  # as in `mma_abt`
     row_tiles, width, _ = sizes(old)
     starts = [[UOp.stack(*[old[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
     out = self.mma.mma_ab(left, tile, self.group.lane, starts)

@@ -15,9 +15,9 @@ A read of K or V serves one product for each tile of 16 queries that a warp has,
 registers allow. Q then stays in registers at head sizes up to 64, and with a mask up to 96. At larger ones, up to 128,
 each step of Q is read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
 
-In float32 each product is three products of tf32 parts (`uopattn.dsl.gpu.parts`), or one with `Tiles.tf32`. Parts are
+In float32 each product is three products of tf32 terms (`uopattn.dsl.gpu.terms`), or one with `Tiles.tf32`. Terms are
 split in registers just before use, with two instructions per element. Three tf32 products take as long as six products
-in 16 bits. Six products of bfloat16 parts would take as long, and more splitting. Three of float16 parts would take
+in 16 bits. Six products of bfloat16 terms would take as long, and more splitting. Three of float16 terms would take
 half, but need scaling, because float16 has fewer exponents. At peak rates three tf32 products have 165 TFLOP/s on an
 H200, of which `mma.sync` reaches about two thirds, and its FMA units 67; on an A100 it is 52 and 19.5. On sm_86, sm_89
 and sm_120 the peak rate of tf32 is that of FMA, so three products have a third of it. At D=64 tiles have 64 keys where
@@ -111,7 +111,7 @@ class Tiles(MmaTiles):
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {max(self.step, PAIR)}")
     if not 1 <= self.warps <= 32:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
-    if self.parts > 1 and self.in_registers:
+    if self.terms > 1 and self.in_registers:
       raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
     if self.narrow not in (0, 4, 8) or (
       self.narrow and not (self.step == 16 and self.warps == 1 and self.in_registers)
@@ -211,7 +211,7 @@ def with_mma(s: Scope, dtype: DType, views: list[HeadView], tiles: Tiles) -> tup
   """The tiles, which are not narrow if keys and values are not whole words in memory, and their matrix instruction."""
   if tiles.narrow and all(fits_narrow(x) for x in views):
     return tiles, NarrowMma(s, dtype, tiles.turing, stored=views[0].stored)
-  return replace(tiles, narrow=0), Mma(s, dtype, tiles.turing, tiles.parts)
+  return replace(tiles, narrow=0), Mma(s, dtype, tiles.turing, tiles.terms)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Storage: sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which eleme
 through `stages` slots of shared memory (`uopattn.dsl.nvidia.swizzled`), filled by `uopattn.dsl.nvidia.cp_async`. Tiles
 of dS and P are read transposed for dK and dV.
 
-In float32 each product is three products of tf32 parts (`uopattn.dsl.gpu.parts`).
+In float32 each product is three products of tf32 terms (`uopattn.dsl.gpu.terms`).
 
 Speed on an H200, bfloat16, forward and gradients of 128 heads with chosen keys (576, 512): 100 TFLOP/s, 13 times as
 fast as plain ops. Spills of nvcc 13: 12 bytes in `backward_q` on sm_75.
@@ -70,7 +70,7 @@ class Tiles(cuda_backward.Tiles):
   def unit(self, s: Scope, group: Workgroup, dtype: DType) -> "WideMma":
     """The matrix unit. Raises ValueError if `step` is for elements of another size."""
     check_step(self.step, dtype)
-    return WideMma(Mma(s, dtype, self.turing, self.parts), group, self, [])
+    return WideMma(Mma(s, dtype, self.turing, self.terms), group, self, [])
 
   def shapes(self, gradients: str) -> tuple[tuple[int, int], tuple[int, int]]:
     """The tiles of both operands of a kernel, by its `Kernel.gradients`."""

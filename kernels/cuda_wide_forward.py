@@ -94,7 +94,7 @@ class Tiles(MmaTiles):
 
   @property
   def tf32(self) -> bool:
-    """Whether float32 is multiplied in tf32: in one product, as three of parts would take too many registers."""
+    """Whether float32 is multiplied in tf32: in one product, as three would take too many registers."""
     return self.step == STEP_BYTES // dtypes.float32.itemsize
 
   @property

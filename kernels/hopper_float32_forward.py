@@ -1,19 +1,19 @@
 """Forward attention in float32 on Hopper's tensor cores (sm_90a): bfloat16x3 products by `wgmma`.
 
-Each float32 is split into three bfloat16 parts, and each product is the sum of the six products of parts that matter
-(`uopattn.dsl.gpu.parts`). `wgmma` multiplies bfloat16 at twice the rate of tf32, of which three products would do, and
+Each float32 is split into three bfloat16 terms, and each product is the sum of the six products of terms that matter
+(`uopattn.dsl.gpu.terms`). `wgmma` multiplies bfloat16 at twice the rate of tf32, of which three products would do, and
 reads V as it is, which tf32 would need transposed. bfloat16 has float32's exponents, so nothing needs scaling. Two
-float16 parts would take three products, half the time. But however a tile were scaled, numbers below 2**-17 of its
+float16 terms would take three products, half the time. But however a tile were scaled, numbers below 2**-17 of its
 largest would lose digits, and so would their products with large numbers, which float32 computes correctly.
 
-There are two kernels. `split` writes the parts of k and v, one after another in each row; a part has 64 columns or a
-multiple. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
+There are two kernels. `split` writes the terms of k and v, one after another in each row; a term has 64 columns or a
+multiple. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose terms it makes itself:
     S = Q K[n]^T    (64, block_n)    wait
     m, l, P         in registers; the four lanes of a row reduce the max per tile, l only at the end
     P V[n]          (64, Dv)         wait; O = O alpha + P V[n], added by the threads, as the tensor cores cut off sums
 The products take most of the time, so one warpgroup's softmax need only overlap with the others' products.
 
-Storage: S, m, l, the parts of P, P V and O are in registers. The parts of Q, and `stages` tiles of the parts of K and
+Storage: S, m, l, the terms of P, P V and O are in registers. The terms of Q, and `stages` tiles of the terms of K and
 of V, are in shared memory (`Tiles.shared_bytes`). A producer warpgroup loads them by TMA
 (`uopattn.dsl.nvidia.tensor_pipeline`), a tile of K or V as soon as the previous one in its slot has been used.
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
@@ -36,7 +36,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl.gpu.parts import bfloat16_parts
+from uopattn.dsl.gpu.terms import bfloat16_terms
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
@@ -57,14 +57,14 @@ from uopattn.dsl.scope import View, as_type, clamp
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_forward import L2_BYTES
 
-PARTS = 3
+TERMS = 3
 MOST = 128  # columns of a head
 SPLIT_WARPS = 8  # of a workgroup of `split`
-CHUNK = 8  # columns that a thread of `split` has at once: 16 bytes of each part
+CHUNK = 8  # columns that a thread of `split` has at once: 16 bytes of each term
 
 
 def width(D: int) -> int:
-  """Columns of a part of rows of D columns: whole panels."""
+  """Columns of a term of rows of D columns: whole panels."""
   return round_up(D, wgmma.PANEL)
 
 
@@ -100,8 +100,8 @@ class Tiles:
     return (self.warpgroups + 1) * THREADS
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
-    """Allocate the parts of Q, K and V in shared memory."""
-    of_keys, of_values = PARTS * width(Dk), PARTS * width(Dv)
+    """Allocate the terms of Q, K and V in shared memory."""
+    of_keys, of_values = TERMS * width(Dk), TERMS * width(Dv)
     return (
       SwizzledTiles.make(s, self.block_m, of_keys, 1, 1, least=wgmma.PANEL),
       SwizzledTiles.make(s, self.block_n, of_keys, self.stages, 1, least=wgmma.PANEL),
@@ -121,56 +121,56 @@ def preferred(problem: Problem, target: Target) -> bool:
 
   There must be a work tile for each multiprocessor, enough work per number that is split, and few columns of zeros.
   """
-  fits_parts = all(3 * width(D) <= 4 * D for D in (problem.Dk, problem.Dv))
+  fits_terms = all(3 * width(D) <= 4 * D for D in (problem.Dk, problem.Dv))
   large = min(problem.M, problem.N) >= LEAST and not any(x.has_first for x in problem.masks)
   work_tiles = problem.heads * ceildiv(problem.M, 2 * wgmma.M)
   known = (
     target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light_on_registers and not problem.tf32
   )
-  return known and fits_parts and large and work_tiles >= target.multiprocessors
+  return known and fits_terms and large and work_tiles >= target.multiprocessors
 
 
-def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
-  """Build the kernel that splits float32 into parts.
+def split(k_terms: UOp, v_terms: UOp, k: UOp | View, v: UOp | View) -> UOp:
+  """Build the kernel that splits float32 into terms.
 
   A workgroup has as many rows of k as of v. Each thread has 8 adjacent columns.
 
   Args:
-    k_parts, v_parts: (heads, rows, 3 columns) bfloat16, with zeros past the last column of each part.
+    k_terms, v_terms: (heads, rows, 3 columns) bfloat16, with zeros past the last column of each term.
     k, v: (heads, rows, D) float32.
   """
-  s, threads, pairs = Scope(), SPLIT_WARPS * WARP, ((k_parts, k), (v_parts, v))
-  chunks = [sizes(to)[0] * sizes(to)[1] * sizes(to)[2] // PARTS // CHUNK for to, _ in pairs]
+  s, threads, pairs = Scope(), SPLIT_WARPS * WARP, ((k_terms, k), (v_terms, v))
+  chunks = [sizes(to)[0] * sizes(to)[1] * sizes(to)[2] // TERMS // CHUNK for to, _ in pairs]
   group, stores = Workgroup(s, 1, ceildiv(max(chunks), threads), SPLIT_WARPS, WARP), []
   for (to, x), count in zip(pairs, chunks, strict=True):
-    _, rows, of_parts = sizes(to)
-    chunk, of_row = group.block * threads + group.thread, of_parts // PARTS // CHUNK
+    _, rows, of_terms = sizes(to)
+    chunk, of_row = group.block * threads + group.thread, of_terms // TERMS // CHUNK
     inside, row, column = chunk < count, chunk // of_row, chunk % of_row * CHUNK
-    words = chunk_of_parts(HeadView.of(x, row // rows, UOp.const(rows)), row % rows, column, inside)
-    for part in range(PARTS):
-      at = (row * of_parts + part * of_row * CHUNK + column) // 2
-      stores += [as_type(to, dtypes.uint)[(at + i).valid(inside)].store(x) for i, x in enumerate(words[part])]
-  (heads, N, of_keys), of_values = sizes(k_parts), sizes(v_parts)[2]
+    words = chunk_of_terms(HeadView.of(x, row // rows, UOp.const(rows)), row % rows, column, inside)
+    for term in range(TERMS):
+      at = (row * of_terms + term * of_row * CHUNK + column) // 2
+      stores += [as_type(to, dtypes.uint)[(at + i).valid(inside)].store(x) for i, x in enumerate(words[term])]
+  (heads, N, of_keys), of_values = sizes(k_terms), sizes(v_terms)[2]
   return group.kernel(f"split_{heads}_{N}_{of_keys}_{of_values}", stores)
 
 
-def chunk_of_parts(x: HeadView, row: UOp, column: UOp, inside: UOp, *after: UOp) -> list[Words]:
-  """Load `CHUNK` adjacent columns of a row and return the words of each part; 0 where not `inside`."""
+def chunk_of_terms(x: HeadView, row: UOp, column: UOp, inside: UOp, *after: UOp) -> list[Words]:
+  """Load `CHUNK` adjacent columns of a row and return the words of each term; 0 where not `inside`."""
   load = words_of(x, inside, *after)
   elements = [load(row, column + i).bitcast(dtypes.float) for i in range(CHUNK)]
-  words = [bfloat16_parts(CUDA, *elements[i : i + 2]) for i in range(0, CHUNK, 2)]
+  words = [bfloat16_terms(CUDA, *elements[i : i + 2]) for i in range(0, CHUNK, 2)]
   return [list(x) for x in zip(*words, strict=True)]
 
 
 def forward(
-  o: UOp, q: UOp | View, k_parts: UOp, v_parts: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles
+  o: UOp, q: UOp | View, k_terms: UOp, v_terms: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles
 ) -> UOp:
   """Build the kernel of the attention.
 
   Args:
     o: (heads, M, Dv) float32, the output.
     q: (heads, M, Dk) float32.
-    k_parts, v_parts: the parts of k and v, see `split`.
+    k_terms, v_terms: the terms of k and v, see `split`.
     lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling.
     tiles: block sizes.
@@ -178,7 +178,7 @@ def forward(
   Raises:
     ValueError: tensor maps cannot describe the keys: only the GPU knows their number.
   """
-  (heads, M, Dv), of_keys, of_values, block_m = sizes(o), sizes(k_parts)[2], sizes(v_parts)[2], tiles.block_m
+  (heads, M, Dv), of_keys, of_values, block_m = sizes(o), sizes(k_terms)[2], sizes(v_terms)[2], tiles.block_m
   s = Scope()
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (of_keys + of_values)))
   # How many workgroups run at once matters only to persistent ones.
@@ -186,13 +186,13 @@ def forward(
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   head, block = scheduler.place(group.item, UOp.const(0))
   head_rules = rules.at(head)
-  views = head_rules.keys(k_parts), head_rules.keys(v_parts)
+  views = head_rules.keys(k_terms), head_rules.keys(v_terms)
   if not all(map(fits, views)):
     raise ValueError("k and v must have rows that tensor maps can describe, of a length known in advance")
   work_tile = WorkTile(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
   diverges = head_rules.is_prefix and tiles.warpgroups > 1
 
-  scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // PARTS, of_values // PARTS)
+  scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // TERMS, of_values // TERMS)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, tiles.warpgroups)
   trip, queries = pipeline.trip(pipeline.start()), HeadView.of(q, head, UOp.const(M))
   q_tile = trip.q.tile(UOp.const(0), trip.entry)
@@ -200,37 +200,37 @@ def forward(
   key_range = of_warpgroup(work_tile, head_rules, tiles, group.warp) if diverges else work_tile.key_range
   main = Mainloop(s, group, dtypes.bfloat16, trip, scores, rows, head_rules, key_range, tiles.block_n, diverges)
   started = store_queries(queries, q_tile, block * block_m, group, trip.entry)
-  state = State.make(s, PARTS * tiles.block_n // 4, of_values // PARTS, group.item, trip.entry, separate_pv=True)
+  state = State.make(s, TERMS * tiles.block_n // 4, of_values // TERMS, group.item, trip.entry, separate_pv=True)
   state = main.run(state, started)
   stores = main.epilogue(o, lse, head, state.acc, state.m_i, loaded(state.l_i))
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{of_keys}_{Dv}{rules.name}", stores)
 
 
 class Mainloop(SequentialMainloop):
-  """The loop of a warpgroup whose operands are in parts."""
+  """The loop of a warpgroup whose operands are split into terms."""
 
-  parts = PARTS
+  terms = TERMS
 
   def packed(self, softmax: Softmax) -> list[UOp]:
-    """The parts of P of both rows, in the order of left operands, one part after another."""
+    """The terms of P of both rows, in the order of left operands, one term after another."""
     pairs = [row[i : i + 2] for i in range(0, len(softmax.p[0]), 2) for row in softmax.p]
-    parts = [bfloat16_parts(CUDA, *pair) for pair in pairs]
-    return [words[part] for part in range(PARTS) for words in parts]
+    terms = [bfloat16_terms(CUDA, *pair) for pair in pairs]
+    return [words[term] for term in range(TERMS) for words in terms]
 
 
 def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, *after: UOp) -> UOp:
-  """Write the parts of a warpgroup's queries to shared memory, by its threads, after `after`.
+  """Write the terms of a warpgroup's queries to shared memory, by its threads, after `after`.
 
   Args:
     q: the queries of the head.
     first: the workgroup's first query.
   """
-  of_row, thread = to.columns // PARTS // CHUNK, group.thread % THREADS
+  of_row, thread = to.columns // TERMS // CHUNK, group.thread % THREADS
   warpgroup, stores = group.warp // WARPS, []
   for first_row in range(0, wgmma.M, THREADS // of_row):
     row, chunk = warpgroup * wgmma.M + first_row + thread // of_row, thread % of_row
-    words = chunk_of_parts(q, first + row, chunk * CHUNK, first + row < q.length, *after)
-    stores += [CUDA.store_chunk(to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
+    words = chunk_of_terms(q, first + row, chunk * CHUNK, first + row < q.length, *after)
+    stores += [CUDA.store_chunk(to.at(row, chunk + term * of_row), *x) for term, x in enumerate(words)]
   return CUDA.named_barrier_sync(1 + warpgroup, THREADS, CUDA.fence_proxy_async(*stores))
 
 
@@ -250,9 +250,9 @@ def in_bfloat16(problem: Problem) -> DType:
   return dtypes.bfloat16
 
 
-# The parts of k and v, (heads, rows, 3 columns).
-K_PARTS = Buffer("k_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dk)), in_bfloat16, scratch=True)
-V_PARTS = Buffer("v_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dv)), in_bfloat16, scratch=True)
+# The terms of k and v, (heads, rows, 3 columns).
+K_TERMS = Buffer("k_terms", lambda p, *_: (p.B * p.Hkv, p.N, TERMS * width(p.Dk)), in_bfloat16, scratch=True)
+V_TERMS = Buffer("v_terms", lambda p, *_: (p.B * p.Hkv, p.N, TERMS * width(p.Dv)), in_bfloat16, scratch=True)
 
 
 SCHEDULE = Schedule(
@@ -260,8 +260,8 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=(dtypes.float32,),
   kernels=(
-    Kernel(split, (K_PARTS.written, V_PARTS.written, K, V), params=()),
-    Kernel(forward, (O.written, Q, K.unread, V.unread, LSE.written, K_PARTS, V_PARTS)),
+    Kernel(split, (K_TERMS.written, V_TERMS.written, K, V), params=()),
+    Kernel(forward, (O.written, Q, K.unread, V.unread, LSE.written, K_TERMS, V_TERMS)),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table", "indices"),

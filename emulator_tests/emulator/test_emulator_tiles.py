@@ -114,29 +114,29 @@ def test_rows_are_transposed_and_scaled() -> None:
 
 
 @pytest.mark.parametrize(
-  ("parts", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15), (3, 5, 2.0**-22)]
+  ("terms", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15), (3, 5, 2.0**-22)]
 )
 @pytest.mark.parametrize("subtracts", [False, True])
-def test_weights(parts: int, degree: int, error: float, subtracts: bool) -> None:
+def test_weights(terms: int, degree: int, error: float, subtracts: bool) -> None:
   """Pairs of bfloat16 numbers whose sums are the weights, exactly 1 at 0 and 0 at -inf; and the sums of the weights."""
   rows = 8
 
   def body(o: UOp, l: UOp, x: UOp, shift: UOp, factor: UOp) -> UOp:
     w = item()
     done = AMX.weigh(
-      o[w * parts * rows * 8],
+      o[w * terms * rows * 8],
       x[w * rows * 16],
       shift[0],
       l[w * 16],
       factor[0],
       rows,
       rows // 2 * 64,
-      parts,
+      terms,
       degree,
       subtracts,
       w,
     )
-    return kernel(f"weigh_{parts}_{degree}_{subtracts}", [done], w)
+    return kernel(f"weigh_{terms}_{degree}_{subtracts}", [done], w)
 
   x = -np.abs(normal(ITEMS, rows, 16) * 40)
   x[0, 0, :3] = 0, -np.inf, -1e9
@@ -147,7 +147,7 @@ def test_weights(parts: int, degree: int, error: float, subtracts: bool) -> None
     out, l, *ins = (
       Tensor(y, device="EMU").realize()
       for y in (
-        np.zeros(ITEMS * parts * rows * 8, np.uint32),
+        np.zeros(ITEMS * terms * rows * 8, np.uint32),
         np.ones(ITEMS * 16, np.float32),
         x.ravel(),
         shift,
@@ -156,7 +156,7 @@ def test_weights(parts: int, degree: int, error: float, subtracts: bool) -> None
     )
     found = Tensor.custom_kernel(out, l, *ins, fxn=body)
     Tensor.realize(*found[:2])
-    words, sums = found[0].numpy().reshape(ITEMS, parts, rows // 2, 16), found[1].numpy().reshape(ITEMS, 16)
+    words, sums = found[0].numpy().reshape(ITEMS, terms, rows // 2, 16), found[1].numpy().reshape(ITEMS, 16)
   low, high = ((y & np.uint32(0xFFFF0000)).view(np.float32).sum(1, dtype=np.float64) for y in (words << 16, words))
   weights = np.stack([low, high], axis=2).reshape(ITEMS, rows, 16)
   exact = np.exp2((x.astype(np.float64) + 2) / 4 if subtracts else x.astype(np.float64) / 4 + 2)
@@ -166,20 +166,20 @@ def test_weights(parts: int, degree: int, error: float, subtracts: bool) -> None
 
 
 @pytest.mark.parametrize("in_pairs", [False, True])
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_rows_packed(parts: int, in_pairs: bool) -> None:
-  """Two rows of 16 float32 become 32 bfloat16, one after the other or by turns: rounded, or in parts cut off."""
+@pytest.mark.parametrize("terms", [1, 2, 3])
+def test_rows_packed(terms: int, in_pairs: bool) -> None:
+  """Two rows of 16 float32 become 32 bfloat16, one after the other or alternating: rounded, or several terms."""
 
   def body(o: UOp, x: UOp) -> UOp:
     w = item()
-    place, a, b = o[w * parts * 64], x[w * 128], x[w * 128 + 64]
-    return kernel(f"pack{parts}{in_pairs}", [AMX.pack(place, a, b, 64, 4, 128 * 2, parts, in_pairs, w)], w)
+    place, a, b = o[w * terms * 64], x[w * 128], x[w * 128 + 64]
+    return kernel(f"pack{terms}{in_pairs}", [AMX.pack(place, a, b, 64, 4, 128 * 2, terms, in_pairs, w)], w)
 
   x = normal(ITEMS, 2, 4, 16)
-  out = launch(body, np.zeros(ITEMS * parts * 64, np.uint32), x.ravel(), arch="amx")
-  found = (out.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(ITEMS, parts, 4, 32).sum(1)
+  out = launch(body, np.zeros(ITEMS * terms * 64, np.uint32), x.ravel(), arch="amx")
+  found = (out.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(ITEMS, terms, 4, 32).sum(1)
   wanted = x.transpose(0, 2, 3, 1) if in_pairs else x.transpose(0, 2, 1, 3)
-  np.testing.assert_allclose(found, wanted.reshape(found.shape), rtol=2.0 ** {1: -8, 2: -15, 3: -23}[parts])
+  np.testing.assert_allclose(found, wanted.reshape(found.shape), rtol=2.0 ** {1: -8, 2: -15, 3: -23}[terms])
 
 
 def test_a_trip_is_skipped() -> None:

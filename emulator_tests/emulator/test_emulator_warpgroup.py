@@ -10,7 +10,7 @@ from helpers import normal
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.gpu.terms import PAIRS
 from uopattn.dsl.instructions import BY_TEXT, CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import row_of
@@ -390,18 +390,18 @@ def test_texts_are_found_again(n, steps, form):
   """A text names its instruction, and no other text that looks alike is taken for it."""
   own = form in (wgmma.Form.REGISTERS, wgmma.Form.REGISTERS_CLEARED)
   d, a, b = reg(0, n // 2), reg(1, 4 * steps, dtypes.uint) if own else lds(1, 64, dtypes.ushort), lds(2, 64)
-  for dtype, parts in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if "by_rows" not in form else [])]:
-    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), form=form, parts=parts)
+  for dtype, terms in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if "by_rows" not in form else [])]:
+    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), form=form, terms=terms)
     text = started.src[1].arg
     found = instruction_of(text)
     assert found is not None
-    assert (found.name, found.parameters) == (form, (n, steps, dtype, parts))
+    assert (found.name, found.parameters) == (form, (n, steps, dtype, terms))
     assert instruction_of(text.replace("wgmma.fence", "wgmma.fences")) is None
     assert text not in BY_TEXT
     rendered = text.format("d", "a", "b", "0", "0")
     assert rendered.count("{") == rendered.count("}")
     assert rendered.count("(") == rendered.count(")")
-    assert rendered.count("wgmma.mma_async") == steps * len(PAIRS[parts])
+    assert rendered.count("wgmma.mma_async") == steps * len(PAIRS[terms])
   waited = instruction_of(wgmma.wait(1, n, d[0]).src[1].arg)
   assert waited is not None
   assert (waited.name, waited.parameters) == ("wgmma_wait", (n,))

@@ -11,7 +11,7 @@ import sass
 from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, rendered, resident, source
 from tinygrad import UOp
 
-from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.gpu.terms import PAIRS
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.rules.bias import Bias, Places
 from uopattn.dsl.rules.ranges import Window
@@ -62,9 +62,9 @@ def matrix_instructions(launch: Launch, D: int) -> int:
   if isinstance(tiles, hopper_forward.Tiles):
     return D // tiles.step + tiles.block_n // tiles.step
   if isinstance(tiles, hopper_float32_forward.Tiles):
-    return len(PAIRS[hopper_float32_forward.PARTS]) * (D // 16 + tiles.block_n // 16)
+    return len(PAIRS[hopper_float32_forward.TERMS]) * (D // 16 + tiles.block_n // 16)
   assert isinstance(tiles, cuda_forward.Tiles)
-  each = {(1, False): 1, (1, True): 2, (2, False): 3}[tiles.parts, tiles.turing]  # instructions for a step
+  each = {(1, False): 1, (1, True): 2, (2, False): 3}[tiles.terms, tiles.turing]  # instructions for a step
   return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // tiles.step) * each
 
 

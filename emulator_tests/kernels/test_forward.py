@@ -23,7 +23,7 @@ from conformance import (
 from helpers import drawn, on_device, placed
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from mistakes import ONE_SLOT, PART_MISTAKES
+from mistakes import ONE_SLOT, TERM_MISTAKES
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
@@ -407,11 +407,11 @@ BROKEN = (
     "last tile dropped",
   ),
   *("lanes of a query not joined", "halves of P exchanged", "values not transposed", "odd columns are the even ones"),
-  *("rows not transposed", "old maximum forgotten", "half of the lanes", "parts 1 and 1 not multiplied"),
+  *("rows not transposed", "old maximum forgotten", "half of the lanes", "terms 1 and 1 not multiplied"),
 )
 ELSEWHERE = {
   "halves of P exchanged": "gfx1100",  # an operand of gfx942 has 4 numbers, and no halves of 8
-  **dict.fromkeys(PART_MISTAKES, "gfx1201"),
+  **dict.fromkeys(TERM_MISTAKES, "gfx1201"),
 }
 MISTAKES = [
   pytest.param(

@@ -1,4 +1,4 @@
-"""What only `hopper_float32_forward` has: numbers in three parts, and the kernel before it; see also test_forward."""
+"""What only `hopper_float32_forward` has: three terms per number, and the kernel before it; see also test_forward."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tinygrad import Tensor, TinyJit, UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn import attention
-from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.gpu.terms import PAIRS
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator import warpgroup
@@ -31,32 +31,32 @@ def spec(D: int = 64, **options) -> AttentionSpec:
   return AttentionSpec(1, 1, 1, 500, 500, D, D, F32, D**-0.5, **options)
 
 
-def parts_of(x: np.ndarray) -> np.ndarray:
-  """The parts that the kernel makes of (rows, D), (3, rows, D) float32."""
+def terms_of(x: np.ndarray) -> np.ndarray:
+  """The terms that the kernel makes of (rows, D), (3, rows, D) float32."""
   rows, D = x.shape
   with SUBJECT.on("sm_90"):
     sources = [placed(x[None]) for _ in "kv"]
     to = [Tensor.full((1, rows, 3 * 64), np.nan, dtype=dtypes.bfloat16, device="EMU").contiguous() for _ in "kv"]
     found = Tensor.custom_kernel(*to, *sources, fxn=split)[1].realize()
     bits = found.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16
-  parts = bits.view(np.float32).reshape(rows, 3, 64).swapaxes(0, 1)
-  assert (parts[:, :, D:] == 0).all()
-  return parts[:, :, :D]
+  terms = bits.view(np.float32).reshape(rows, 3, 64).swapaxes(0, 1)
+  assert (terms[:, :, D:] == 0).all()
+  return terms[:, :, :D]
 
 
-def test_parts_add_up_to_any_finite_number() -> None:
+def test_terms_add_up_to_any_finite_number() -> None:
   """Exactly, but for what is below bfloat16's smallest number."""
   x = np.random.default_rng(0).standard_normal((7, 5)) * 10.0 ** np.arange(-30, 40, 10)[:, None]
   x = x.astype(np.float32).clip(-LARGEST, LARGEST)
   x[0], x[1, 0] = (LARGEST, -LARGEST, 0, 1 + 2.0**-23, 2.0**-100), -0.0
-  np.testing.assert_array_equal(parts_of(x).astype(np.float64).sum(0), x)
+  np.testing.assert_array_equal(terms_of(x).astype(np.float64).sum(0), x)
   tiny = np.array([[SMALLEST, 3 * 2.0**-130, 1.1754944e-38, -1e-40]], np.float32)
-  assert np.abs(parts_of(tiny).astype(np.float64).sum(0) - tiny).max() <= 2.0**-134
+  assert np.abs(terms_of(tiny).astype(np.float64).sum(0) - tiny).max() <= 2.0**-134
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", range(len(PAIRS[3])))
-def test_each_product_of_parts_is_needed(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_product_of_terms_is_needed(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
   with SUBJECT.on("sm_90"):
     sources = inputs(1, 1, 1, 50, 150, 16, 16, F32)
     SUBJECT.check(*sources)

@@ -305,7 +305,7 @@ MEANINGS: dict[str, Meaning] = {
   "transpose": tiles.transpose,
   "scale_rows": tiles.scale_rows,
   **{name: tiles.weigh for name in INSTRUCTIONS if name.startswith("weigh_")},
-  **{name: tiles.pack for name in INSTRUCTIONS if name.startswith("pack_parts_")},
+  **{name: tiles.pack for name in INSTRUCTIONS if name.startswith("pack_terms_")},
   "ldmatrix": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=False),
   "ldmatrix_trans": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=True),
 }

@@ -127,8 +127,8 @@ def scale_rows(run: Run, u: UOp, rows: Pointer, factors: Pointer, count: Any) ->
   _store_rows(run, u, rows, ROW_BYTES, np.ascontiguousarray(values * by).view(np.uint8))
 
 
-def weigh(run: Run, u: UOp, parts: int, degree: int, subtracts: bool, to: Pointer, scores: Pointer, *rest: Any) -> None:
-  sums, rows, part_bytes = rest[1], int(rest[3]), int(rest[4])
+def weigh(run: Run, u: UOp, terms: int, degree: int, subtracts: bool, to: Pointer, scores: Pointer, *rest: Any) -> None:
+  sums, rows, term_bytes = rest[1], int(rest[3]), int(rest[4])
   x = _rows(run, u, scores, ROW_BYTES, rows).view(np.float32)
   by, l, factor = (_rows(run, u, place, ROW_BYTES, 1).view(np.float32) for place in rest[:3])
   product = np.multiply(x, factor, dtype=np.float32 if run.contracted == "never" else np.float64)
@@ -138,24 +138,24 @@ def weigh(run: Run, u: UOp, parts: int, degree: int, subtracts: bool, to: Pointe
     run.counters.exp2s += rows * len(run.active())
   total = np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32))
   _store_rows(run, u, sums, ROW_BYTES, total.view(np.uint8))
-  _store_parts(run, u, to, p[:, 0::2], p[:, 1::2], parts, part_bytes, in_pairs=True)
+  _store_terms(run, u, to, p[:, 0::2], p[:, 1::2], terms, term_bytes, in_pairs=True)
 
 
-def pack(run: Run, u: UOp, parts: int, in_pairs: bool, to: Pointer, a: Pointer, b: Pointer, *rest: Any) -> None:
-  stride, count, part_bytes = map(int, rest[:3])
+def pack(run: Run, u: UOp, terms: int, in_pairs: bool, to: Pointer, a: Pointer, b: Pointer, *rest: Any) -> None:
+  stride, count, term_bytes = map(int, rest[:3])
   first, second = (_rows(run, u, x, stride, count).view(np.float32) for x in (a, b))
-  _store_parts(run, u, to, first, second, parts, part_bytes, in_pairs)
+  _store_terms(run, u, to, first, second, terms, term_bytes, in_pairs)
 
 
-def _store_parts(
-  run: Run, u: UOp, to: Pointer, a: np.ndarray, b: np.ndarray, parts: int, part_bytes: int, in_pairs: bool
+def _store_terms(
+  run: Run, u: UOp, to: Pointer, a: np.ndarray, b: np.ndarray, terms: int, term_bytes: int, in_pairs: bool
 ) -> None:
-  """Store rows of a and b, (lanes, rows, 16) both, as 32 bfloat16 each: rounded, or in several parts cut off."""
+  """Store rows of a and b, (lanes, rows, 16) both, as 32 bfloat16 each: rounded, or several terms, truncated."""
   x = np.stack([a, b], axis=-1 if in_pairs else -2).reshape(*a.shape[:2], 2 * LANES)
-  for part in range(parts):
+  for term in range(terms):
     bits = np.ascontiguousarray(x).view(np.uint32)
-    high = (bits + np.uint32(0x8000 if parts == 1 else 0)) & np.uint32(0xFFFF0000)
-    place = Pointer(to.memory, to.index + _elements(run, u, to, part * part_bytes), to.dtype)
+    high = (bits + np.uint32(0x8000 if terms == 1 else 0)) & np.uint32(0xFFFF0000)
+    place = Pointer(to.memory, to.index + _elements(run, u, to, term * term_bytes), to.dtype)
     _store_rows(run, u, place, ROW_BYTES, (high >> np.uint32(16)).astype(np.uint16).view(np.uint8))
     x = x - high.view(np.float32)
 

@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.gpu.terms import PAIRS
 
 from . import alu
 from .errors import Divergence, OutOfBounds, Race, Unwritten
@@ -67,13 +67,13 @@ def _read(
   panel: int,
   groups: np.ndarray,
   reads: list[Any],
-  part: int = 0,
+  term: int = 0,
 ) -> np.ndarray:
   """Return the bits of a matrix in panels, (warpgroups, rows, columns), and append the reads. Raises as a load does.
 
-  `part` is the number of matrices before it in the same rows, each in panels of its own.
+  `term` is the number of matrices before it in the same rows, each in panels of its own.
   """
-  row, column = np.arange(rows)[:, None], np.arange(columns)[None] + part * round_up(columns, COLUMNS)
+  row, column = np.arange(rows)[:, None], np.arange(columns)[None] + term * round_up(columns, COLUMNS)
   offset = swizzled(column // COLUMNS * panel * 2 + row * ROW_BYTES + column % COLUMNS * 2)
   place = _address(run, u, pointer, groups)[:, None, None] + offset
   lds: LDS = pointer.memory
@@ -111,7 +111,7 @@ def from_shared(
   n: int,
   steps: int,
   dtype: DType,
-  parts: int,
+  terms: int,
   d: Pointer,
   a: Pointer,
   b: Pointer,
@@ -123,29 +123,29 @@ def from_shared(
 ) -> None:
   """Start D = A B, or D += A B unless it `clears`, with B in LDS and A in LDS or in `registers`.
 
-  With A in registers it adds, unless the operands are of 8 bits or of several parts, or B's rows are not k but
+  With A in registers it adds, unless the operands are of 8 bits or of several terms, or B's rows are not k but
   `by_columns`. `by_rows`: the rows of A and B in LDS are k.
   """
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
   of_rows = by_rows or (registers and dtype.itemsize > 1 and not by_columns)  # B's rows are k
-  k, adds = STEP * steps, not clears or (registers and of_rows and parts == 1)
+  k, adds = STEP * steps, not clears or (registers and of_rows and terms == 1)
 
-  def read(x: Pointer, rows: int, columns: int, panel: Any, part: int) -> np.ndarray:
-    return _read(run, u, x, rows, columns, int(panel), groups, flight.reads, part)
+  def read(x: Pointer, rows: int, columns: int, panel: Any, term: int) -> np.ndarray:
+    return _read(run, u, x, rows, columns, int(panel), groups, flight.reads, term)
 
   if registers:
-    words = _left(run, u, a, steps * parts, groups, flight.operands)
-    lefts = np.split(words, parts, axis=-1)
+    words = _left(run, u, a, steps * terms, groups, flight.operands)
+    lefts = np.split(words, terms, axis=-1)
   elif by_rows:
-    lefts = [read(a, k, ROWS, panels[0], part).swapaxes(1, 2) for part in range(parts)]
+    lefts = [read(a, k, ROWS, panels[0], term).swapaxes(1, 2) for term in range(terms)]
   else:
-    lefts = [read(a, ROWS, k, panels[0], part) for part in range(parts)]
+    lefts = [read(a, ROWS, k, panels[0], term) for term in range(terms)]
   if of_rows:
-    rights = [read(b, k, n, panels[1], part) for part in range(parts)]
+    rights = [read(b, k, n, panels[1], term) for term in range(terms)]
   else:
-    rights = [read(b, n, k, panels[1], part).swapaxes(1, 2) for part in range(parts)]
-  product = reduce(np.add, [_product(lefts[i], rights[j], dtype) for i, j in PAIRS[parts]])  # (warpgroups, 64, n)
+    rights = [read(b, n, k, panels[1], term).swapaxes(1, 2) for term in range(terms)]
+  product = reduce(np.add, [_product(lefts[i], rights[j], dtype) for i, j in PAIRS[terms]])  # (warpgroups, 64, n)
   thread = np.arange(THREADS)
   same = [x for x in reversed(run.flights) if (x.d, x.first) == (flight.d, flight.first)]
   earlier = next((x for x in same if np.isin(groups, x.groups).all()), None)  # products add up in order
@@ -153,18 +153,18 @@ def from_shared(
     _check_accumulators(run, x, _lanes_of(run, np.intersect1d(groups, x.groups)))
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
-    part = product[:, row, e // 4 * 8 + 2 * (thread % 4) + e % 2]
+    elements = product[:, row, e // 4 * 8 + 2 * (thread % 4) + e % 2]
     old = np.zeros(run.shape.lanes)
     if adds:
       old = earlier.values[e] if earlier else run.spread(d.memory.load(u, flight.first + e, d.dtype, 1)[0])
     value = np.array(old, np.float32)
-    value[groups[:, None] + thread] += part
+    value[groups[:, None] + thread] += elements
     flight.values.append(value)
   for e in range(flight.first, flight.first + n // 2):
     d.memory.written[e] = False if run.mask is None else run.spread(d.memory.written[e]) & ~run.mask
   run.flights.append(flight)
   if run.counters is not None:
-    run.counters.matrix += len(PAIRS[parts]) * steps * len(groups) * WARPS
+    run.counters.matrix += len(PAIRS[terms]) * steps * len(groups) * WARPS
 
 
 def _product(left: np.ndarray, right: np.ndarray, dtype: DType) -> np.ndarray:

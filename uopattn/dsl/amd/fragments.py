@@ -10,7 +10,7 @@ rows then have that order. So a schedule numbers both to suit its memory:
   the instruction takes fewer elements, `products` instructions share one step. In 8 bits CDNA4 also has one of twice
   the speed that takes two steps.
 * Rows of A are permuted by `row_at`, so that the elements that a lane has in D, over the `row_tiles` tiles of one step,
-  are neighbours. Each lane's part of D is then its B operand of a second product, whose k are D's rows. On RDNA3, where
+  are neighbours. What a lane holds of D is then its B operand in a second product, whose k are D's rows. On RDNA3, where
   both groups hold all of k, each lane also needs the elements of the other group.
 
 Sources: AMD, "RDNA3", "RDNA4", "CDNA3" and "CDNA4" instruction set architecture documents and the AMD matrix
@@ -43,7 +43,7 @@ class Fragments:
     bits: of an element of A and of B; 32 is float32, 8 is fp8e4m3 or fp8e5m2.
     together: steps that a larger instruction multiplies at once; 1 if there is none.
     fnuz: whether 8-bit numbers have the format of `uopattn.dsl.amd.fnuz`.
-    parts: the number of parts, in bfloat16, of which an element is the sum, 3 for float32; see `uopattn.dsl.gpu.parts`.
+    terms: the number of bfloat16 terms whose sum is an element, 3 for float32; see `uopattn.dsl.gpu.terms`.
   """
 
   k: int
@@ -55,7 +55,7 @@ class Fragments:
   bits: int = 16
   together: int = 1
   fnuz: bool = False
-  parts: int = 1
+  terms: int = 1
 
   @classmethod
   def of(cls, arch: str, bits: int = 16) -> "Fragments":
@@ -92,22 +92,22 @@ class Fragments:
 
   @property
   def words(self) -> int:
-    """32-bit words of A, or of B, per lane and step, of one part."""
+    """32-bit words of A, or of B, per lane and step, of one term."""
     return self.width * self.bits // 32
 
   @property
   def memory_bits(self) -> int:
     """Bits of an element in global memory."""
-    return 32 if self.parts > 1 else self.bits
+    return 32 if self.terms > 1 else self.bits
 
   @property
   def lds_bits(self) -> int:
-    """Bits of an element in LDS, all parts of it."""
-    return self.parts * self.bits
+    """Bits of an element in LDS, all terms of it."""
+    return self.terms * self.bits
 
   def dtype(self, dtype: DType) -> DType:
-    """The type of what is multiplied, parts or elements, for q, k and v of a type."""
-    return dtypes.bfloat16 if self.parts > 1 else dtype
+    """The type of what is multiplied, terms or elements, for q, k and v of a type."""
+    return dtypes.bfloat16 if self.terms > 1 else dtype
 
   @property
   def products(self) -> int:
@@ -149,7 +149,7 @@ RDNA4 = Fragments(16, 32, 8, 8)
 CDNA3 = Fragments(16, 64, 4, 4)
 CDNA4 = Fragments(32, 64, 8, 4)
 CDNA_FLOAT = Fragments(4, 64, 1, 4, bits=32)
-RDNA3_FLOAT, RDNA4_FLOAT = (replace(x, parts=3) for x in (RDNA3, RDNA4))
+RDNA3_FLOAT, RDNA4_FLOAT = (replace(x, terms=3) for x in (RDNA3, RDNA4))
 RDNA4_BYTES = Fragments(16, 32, 8, 8, bits=8)
 CDNA3_BYTES = Fragments(32, 64, 8, 4, bits=8, fnuz=True)
 CDNA4_BYTES = Fragments(32, 64, 8, 4, bits=8, together=2)

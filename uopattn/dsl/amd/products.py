@@ -1,7 +1,7 @@
 """Matrix products on AMD's matrix cores, from loading the operands to storing the accumulators.
 
 Attention needs two kinds. In both, D's columns belong to lanes, 16 per wave; see `uopattn.dsl.amd.fragments`. Types are
-those of the matrices, float32 also where bfloat16 parts of it are multiplied.
+those of the matrices, float32 also where bfloat16 terms of it are multiplied.
     D = A B         `mma_abt`: A is a tile of rows in LDS; B, other rows of the same size, is in registers
     C + A^T D       `mma_ab`: A^T is a transposed tile in LDS; D comes from the first product by `as_operands`
 """
@@ -18,15 +18,15 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.amd.fnuz import from_ocp, to_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, MMA_SIZE, Fragments
-from uopattn.dsl.amd.staging import LdsRows, in_parts
-from uopattn.dsl.gpu.parts import PAIRS, upper_parts
+from uopattn.dsl.amd.staging import LdsRows, in_terms
+from uopattn.dsl.gpu.terms import PAIRS, upper_terms
 from uopattn.dsl.instructions import HIP
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.scope import View, contains, gated, row_start, sizes
 
-# The `width` elements of A, or of B, that a lane holds for a step, of each part in turn; in 8 bits words of four.
+# The `width` elements of A, or of B, that a lane holds for a step, of each term in turn; in 8 bits words of four.
 Operand = list[UOp]
 LoadOperand = Callable[..., Operand]  # (*after) -> the operand of a step
 
@@ -59,7 +59,7 @@ class Mma:
   def load(self, rows: HeadView, row: UOp, exists: UOp = ALWAYS) -> list[LoadOperand]:
     """This lane's B operand of each step, of a row; zeros where `exists` is false.
 
-    In parts they would take too many registers: then they are loaded and split where they are needed.
+    Split into terms they would take too many registers: then they are loaded and split where they are needed.
     """
     f, dtype = self.f, self.dtype
     chunk, count = f.per_chunk * f.memory_bits // 32, f.width * f.memory_bits // 32  # words
@@ -67,37 +67,37 @@ class Mma:
     def load(step: int, *after: UOp) -> Operand:
       word, first = words_of(rows, exists, *after), f.chunk(UOp.const(step), self.lane) * chunk
       words = [word(row, first + w) for w in range(count)]
-      if f.parts > 1:
+      if f.terms > 1:
         return self.operand_of([x.bitcast(dtypes.float) for x in words])
       return self.elements([from_ocp(x, dtype) for x in words] if f.fnuz else words)
 
     def held(operand: Operand) -> LoadOperand:
       return lambda *after: operand
 
-    if f.parts > 1:
+    if f.terms > 1:
       # Of a row that LLVM knows it keeps the address of each load in registers, from one loop over keys to the next.
       row = HIP.pin(row.cast(dtypes.int)).cast(dtypes.weakint)
     steps = range(ceildiv(rows.size, f.step))
-    return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
+    return [partial(load, i) if f.terms > 1 else held(load(i)) for i in steps]
 
   def multiply(self, a: Operand, b: Operand, c: UOp | None) -> UOp:
     """C + A B over one step, or over the steps of `chains`.
 
-    If c is None, it counts as 0. Products of parts are summed separately, and C is added last.
+    If c is None, it counts as 0. Products of terms are summed separately, and C is added last.
 
     tinygrad's renderers lack most products of 8 bits. `uopattn.runtime.amd` renders those whose operands are words.
     """
     f, dtype = self.f, self.dtype
     per_unit = 4 if f.bits == 8 else 1  # elements
-    length = len(a) // f.parts
+    length = len(a) // f.terms
     size = length if length > f.width // per_unit else f.operand // per_unit
     dims = (MMA_SIZE, MMA_SIZE, f.k * size * per_unit // f.operand)
-    total = UOp.const((0.0,) * f.result, dtypes.float) if c is None or f.parts > 1 else c
-    for left_part, right_part in PAIRS[f.parts]:
+    total = UOp.const((0.0,) * f.result, dtypes.float) if c is None or f.terms > 1 else c
+    for left_term, right_term in PAIRS[f.terms]:
       for i in range(0, length, size):
-        left, right = (UOp.stack(*x[p * length + i :][:size]) for x, p in ((a, left_part), (b, right_part)))
+        left, right = (UOp.stack(*x[p * length + i :][:size]) for x, p in ((a, left_term), (b, right_term)))
         total = UOp(Ops.WMMA, src=(left, right, total), arg=(dims, f.dtype(dtype), "AMD", f.lanes, None))
-    return total if c is None or f.parts == 1 else UOp.stack(*[c[e] + total[e] for e in range(f.result)])
+    return total if c is None or f.terms == 1 else UOp.stack(*[c[e] + total[e] for e in range(f.result)])
 
   def chains(self, steps: int) -> list[range]:
     """The steps that are multiplied at once: `Fragments.together` where so many remain, else one."""
@@ -120,11 +120,11 @@ class Mma:
       return [word.bitcast(dtype) for word in words]
     size = len(words) // 2 if f.products == 1 else len(words)
     result: Operand = []
-    for part in (words[i : i + size] for i in range(0, len(words), size)):
-      if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; C cannot index a constant vector
+    for chunk in (words[i : i + size] for i in range(0, len(words), size)):
+      if all(word.vmin == word.vmax == 0 for word in chunk):  # past the head size; C cannot index a constant vector
         result += [UOp.const(0.0, f.dtype(dtype))] * (2 * size)
       else:
-        vector = UOp.stack(*part).bitcast(f.dtype(dtype))
+        vector = UOp.stack(*chunk).bitcast(f.dtype(dtype))
         result += [vector[e] for e in range(2 * size)]
     return result
 
@@ -133,7 +133,7 @@ class Mma:
     f = self.f
     first, chunks = [f.chunk(UOp.const(step), self.lane) for step in steps], range(f.words // CHUNK_WORDS)
     words = [
-      [word for i in chunks for word in lds.load(row, chunk + i, part)] for chunk in first for part in range(f.parts)
+      [word for i in chunks for word in lds.load(row, chunk + i, term)] for chunk in first for term in range(f.terms)
     ]
     return [x for step in words for x in self.elements(step)]
 
@@ -151,10 +151,10 @@ class Mma:
     tiles: list[list[Any]] = [[None for _ in numbers] for _ in operands]
     if starts is not None:
       tiles = [[UOp.stack(*x[n * f.result :][: f.result]) for n in numbers] for x in starts]
-    pace = Pace(f.parts > 1, 1, lds)
+    pace = Pace(f.terms > 1, 1, lds)
     held: dict[range, list[Operand]] = {}
-    # In parts each operand is held for as short as possible.
-    order = [(n, x) for x in chained for n in numbers] if f.parts > 1 else [(n, x) for n in numbers for x in chained]
+    # With terms each operand is held for as short as possible.
+    order = [(n, x) for x in chained for n in numbers] if f.terms > 1 else [(n, x) for n in numbers for x in chained]
     for n, steps in order:
       after = pace.after()
       if steps not in held:
@@ -174,20 +174,20 @@ class Mma:
     per_step = f.row_tiles * f.result  # elements
     return self.lane // MMA_SIZE * per_step, [step + i for step in range(0, rows, f.step) for i in range(per_step)]
 
-  def words_of_parts(self, values: list[UOp]) -> list[Words]:
-    """Pack float32 values into the words of each part, rounded to 16 bits if there is only one."""
+  def words_of_terms(self, values: list[UOp]) -> list[Words]:
+    """Pack float32 values into the words of each term, rounded to 16 bits if there is only one."""
     f, dtype = self.f, self.dtype
-    if f.parts > 1:
-      return in_parts(f, [x.bitcast(dtypes.uint) for x in values])
+    if f.terms > 1:
+      return in_terms(f, [x.bitcast(dtypes.uint) for x in values])
     return [[word_of(dtype, *values[i : i + 2]) for i in range(0, len(values), 2)]]
 
   def operand_of(self, values: list[UOp]) -> Operand:
     """The operand of one step that consists of this lane's float32 values."""
     f, dtype = self.f, self.dtype
-    if f.parts == 1:
+    if f.terms == 1:
       return [rounded(dtype, x) for x in values]
-    parts = zip(*map(upper_parts, values), strict=True)
-    return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for part in parts for x in part]
+    terms = zip(*map(upper_terms, values), strict=True)
+    return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for term in terms for x in term]
 
   def as_operands(self, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp]) -> list[list[Operand]]:
     """Turn D of each tile of columns, float32, into the B operand of each step of `mma_ab`.
@@ -205,7 +205,7 @@ class Mma:
     stores = []
     for steps, place in zip(tiles, places, strict=True):
       for i, step in enumerate(steps):
-        stores += lds.store(place, f.step // f.per_chunk * i + self.lane // MMA_SIZE, self.words_of_parts(step))
+        stores += lds.store(place, f.step // f.per_chunk * i + self.lane // MMA_SIZE, self.words_of_terms(step))
     fenced = lds.fenced(*stores)
     return [[self.read_row(fenced, place, [i]) for i in range(len(tiles[0]))] for place in places]
 
@@ -218,7 +218,7 @@ class Mma:
       starts: C, in the tiles of acc.
     """
     f = self.f
-    stores, pace = [], Pace(f.parts > 1, 0, lds)
+    stores, pace = [], Pace(f.terms > 1, 0, lds)
     for d in range(sizes(acc)[1]):
       out = [tiles[d] for tiles in starts]
       for steps in self.chains(len(operands[0])):
@@ -255,7 +255,7 @@ class Mma:
       values = [finished(acc[j, e].load()) for e in range(f.result)]
       if o.dtype == dtypes.float:
         stores += [
-          store_part(o, head, row, j * MMA_SIZE + f.result_row(self.lane // MMA_SIZE, e), x)
+          store_column(o, head, row, j * MMA_SIZE + f.result_row(self.lane // MMA_SIZE, e), x)
           for e, x in enumerate(values)
         ]
         continue
@@ -299,7 +299,7 @@ class Mma:
 
 
 class Pace:
-  """Lets a product of parts load its operands only once the products before it are done, for want of registers.
+  """Lets a product of terms load its operands only once the products before it are done, for want of registers.
 
   Attributes:
     slows: whether it does so.
@@ -346,7 +346,7 @@ def word_of_bytes(dtype: DType, elements: Sequence[UOp]) -> UOp:
   return HIP.convert_pair(elements[2], elements[3], low, True, dtype)
 
 
-def store_part(o: UOp | View, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
+def store_column(o: UOp | View, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
   """Store one float32 element."""
   return gated(o, contains(o, row, column), head, row, column).store(HIP.pin(value))
 

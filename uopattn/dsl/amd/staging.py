@@ -15,7 +15,7 @@ from tinygrad.helpers import round_up
 
 from uopattn.dsl.amd.fnuz import from_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, MMA_SIZE, Fragments
-from uopattn.dsl.gpu.parts import upper_parts
+from uopattn.dsl.gpu.terms import upper_terms
 from uopattn.dsl.instructions import HIP
 from uopattn.dsl.packed import ALWAYS, Load, Words
 from uopattn.dsl.rules.tile_range import TileRange
@@ -32,18 +32,18 @@ class LdsRows:
   Attributes:
     words: the memory, in 32-bit words.
     stride: words per row, padding included.
-    part: words per part of the elements, which follow one another.
+    term: words per term of the elements, which follow one another.
   """
 
   words: UOp
   stride: int
-  part: int
+  term: int
 
   @classmethod
   def make(cls, s: Scope, f: Fragments, rows: int, columns: int) -> "LdsRows":
     """Allocate rows of `columns` elements, padded by `f.pad` chunks."""
     stride = (columns // f.per_chunk + f.pad) * CHUNK_WORDS
-    return cls(s.buffer(f.parts * rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride, rows * stride)
+    return cls(s.buffer(f.terms * rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride, rows * stride)
 
   def after(self, *after: UOp) -> "LdsRows":
     return replace(self, words=self.words.after(*after))
@@ -52,33 +52,33 @@ class LdsRows:
     """The rows after `stores` of the same wave, without a barrier. For `after`, tinygrad would insert one."""
     return self.after(HIP.wave_fence(*stores))
 
-  def load(self, row: UOp, chunk: UOp | int, part: int = 0) -> Words:
-    """Load a chunk of a part."""
-    first = row * self.stride + chunk * CHUNK_WORDS + part * self.part
+  def load(self, row: UOp, chunk: UOp | int, term: int = 0) -> Words:
+    """Load a chunk of a term."""
+    first = row * self.stride + chunk * CHUNK_WORDS + term * self.term
     return [self.words[first + w].load() for w in range(CHUNK_WORDS)]
 
-  def store(self, row: UOp, chunk: UOp, parts: Sequence[Words], inside: UOp = ALWAYS) -> list[UOp]:
-    """Store a chunk of each part where `inside`."""
+  def store(self, row: UOp, chunk: UOp, terms: Sequence[Words], inside: UOp = ALWAYS) -> list[UOp]:
+    """Store a chunk of each term where `inside`."""
     first = row * self.stride + chunk * CHUNK_WORDS
     return [
-      self.words[(first + part * self.part + w).valid(inside)].store(word)
-      for part, words in enumerate(parts)
+      self.words[(first + term * self.term + w).valid(inside)].store(word)
+      for term, words in enumerate(terms)
       for w, word in enumerate(words)
     ]
 
 
-def in_parts(f: Fragments, words: Words) -> list[Words]:
-  """The words of each part of some elements, given as words of memory."""
-  if f.parts == 1:
+def in_terms(f: Fragments, words: Words) -> list[Words]:
+  """The words of each term of some elements, given as words of memory."""
+  if f.terms == 1:
     return [words]
   if all(word.vmin == word.vmax == 0 for word in words):
-    return [words[: len(words) // 2]] * f.parts
-  parts = zip(*(upper_parts(word.bitcast(dtypes.float)) for word in words), strict=True)
-  return [[HIP.high_halves(*part[i : i + 2]) for i in range(0, len(part), 2)] for part in parts]
+    return [words[: len(words) // 2]] * f.terms
+  terms = zip(*(upper_terms(word.bitcast(dtypes.float)) for word in words), strict=True)
+  return [[HIP.high_halves(*term[i : i + 2]) for i in range(0, len(term), 2)] for term in terms]
 
 
 class RegisterPipeline:
-  """Tiles of `block` rows in LDS, and this thread's part in filling them.
+  """Tiles of `block` rows in LDS, and this thread's share of filling them.
 
   Attributes:
     as_is: (block, columns) in LDS for each matrix that is copied as it is, with rows permuted by `Fragments.row_at`.
@@ -105,7 +105,7 @@ class RegisterPipeline:
     self.transposed = [LdsRows.make(s, f, columns, block) for _, columns in transposed]
     self.row_stats = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in row_stats]
     share = Share(f, block, threads, thread, of_ocp)
-    self._parts: list[RowCopy | TransposedCopy | RowStatCopy] = [
+    self._copies: list[RowCopy | TransposedCopy | RowStatCopy] = [
       *(RowCopy(s, share, *x) for x in zip(as_is, self.as_is, strict=True)),
       *(TransposedCopy(s, share, *x) for x in zip(transposed, self.transposed, strict=True)),
       *(RowStatCopy(s, share, *x) for x in zip(row_stats, self.row_stats, strict=True)),
@@ -124,11 +124,11 @@ class RegisterPipeline:
     def row(at: UOp) -> UOp:
       return base + (first + at if whole else clamp(first + at, 0, (self.length - 1).maximum(0)))
 
-    return UOp.group(*(store for part in self._parts for store in part.load(row, *after)))
+    return UOp.group(*(store for copy in self._copies for store in copy.load(row, *after)))
 
   def store(self, *after: UOp) -> UOp:
     """Store the loaded tile to LDS."""
-    return UOp.group(*(store for part in self._parts for store in part.store(*after)))
+    return UOp.group(*(store for copy in self._copies for store in copy.store(*after)))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class RowCopy:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (place, _, chunk, inside) in enumerate(self.places):
       loaded = [self.share.converted(words[i, w].load()) for w in range(self.width)]
-      stores += lds.store(place, chunk, in_parts(self.f, loaded), inside)
+      stores += lds.store(place, chunk, in_terms(self.f, loaded), inside)
     return stores
 
 
@@ -231,7 +231,7 @@ class TransposedCopy:
     self.rows, words = f.per_chunk, columns * f.bits // 32
     count = words * (share.block // self.rows)
     self.places = [word_place(f, piece, words, count) for piece in share.pieces(count)]
-    self.width = f.memory_bits // f.bits if f.parts > 1 else 1
+    self.width = f.memory_bits // f.bits if f.terms > 1 else 1
     self.words = s.buffer(len(self.places), self.rows * self.width, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
@@ -248,7 +248,7 @@ class TransposedCopy:
       loaded = [self.share.converted(words[i, e].load()) for e in range(self.rows * self.width)]
       if self.f.memory_bits == 32:
         for c in range(self.width):
-          stores += lds.store(word * self.width + c, chunk, in_parts(self.f, loaded[c :: self.width]), inside)
+          stores += lds.store(word * self.width + c, chunk, in_terms(self.f, loaded[c :: self.width]), inside)
         continue
       if self.rows == 4 * CHUNK_WORDS:
         columns = zip(*(transposed_bytes(loaded[e : e + 4]) for e in range(0, self.rows, 4)), strict=True)
@@ -262,8 +262,8 @@ class TransposedCopy:
 
 def transposed_bytes(rows: Words) -> Words:
   """The four columns of four rows of four bytes, in eight byte permutations."""
-  even, odd = ([part(*rows[i : i + 2]) for i in (0, 2)] for part in (HIP.even_bytes, HIP.odd_bytes))
-  return [part(*pair) for part in (HIP.even_bytes, HIP.odd_bytes) for pair in (even, odd)]
+  even, odd = ([bytes_of(*rows[i : i + 2]) for i in (0, 2)] for bytes_of in (HIP.even_bytes, HIP.odd_bytes))
+  return [bytes_of(*pair) for bytes_of in (HIP.even_bytes, HIP.odd_bytes) for pair in (even, odd)]
 
 
 class RowStatCopy:

@@ -1,10 +1,10 @@
 """Operands of tile products (AMX) in the layouts that they need, and the products, by two tiles of each operand.
 
-Operands are parts, bfloat16 numbers whose sum is an element. Buffers, where `parts` is the number of them:
-  rows         (parts, rows, width) uint16, left operands, as rows are in memory
-  transposed   (parts, rows / 32, width, 16) uint32, left operands: columns are rows, in pairs of the rows
-  lanes        (groups, parts, width / 2, 16) uint32, right operands: a row per lane, 16 a group, in pairs of columns
-  pairs        (parts, rows / 2, width) uint32, right operands: rows in pairs
+Operands are terms, bfloat16 numbers whose sum is an element. Buffers, where `terms` is the number of them:
+  rows         (terms, rows, width) uint16, left operands, as rows are in memory
+  transposed   (terms, rows / 32, width, 16) uint32, left operands: columns are rows, in pairs of the rows
+  lanes        (groups, terms, width / 2, 16) uint32, right operands: a row per lane, 16 a group, in pairs of columns
+  pairs        (terms, rows / 2, width) uint32, right operands: rows in pairs
 Widths are rounded up to multiples of 32; what does not exist is 0. Accumulators are (groups, rows, 16) float32.
 Other work can be interleaved with the products: it runs in the gaps between them, which are numbered.
 """
@@ -26,9 +26,9 @@ from uopattn.dsl.scope import Scope, View, gated, sizes
 
 GROUPS = 2  # of 16 lanes that are processed at once
 BLOCK = 2 * ROWS  # rows, and columns, of the four accumulators of two groups
-# Each operand is a sum of this many bfloat16 numbers, its parts, and a product the sum of these products of parts: the
-# rest is less than what the type rounds off. Neighbours share a part, whose tiles stay.
-PARTS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2, dtypes.float32: 3}
+# Each operand is the sum of this many bfloat16 terms, and a product the sum of these products of terms: the
+# rest is less than what the type rounds off. Neighbours share a term, whose tiles stay.
+TERMS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2, dtypes.float32: 3}
 PRODUCTS = {
   1: ((0, 0),),
   2: ((0, 1), (0, 0), (1, 0)),
@@ -44,7 +44,7 @@ class LeftOperand(NamedTuple):
   """Tiles of a left operand.
 
   Attributes:
-    place: maps a part, the first row of a tile and a step along k to the tile's INDEX.
+    place: maps a term, the first row of a tile and a step along k to the tile's INDEX.
     height: number of rows.
     steps: tiles along k.
     stride: bytes from a row to the next.
@@ -57,22 +57,22 @@ class LeftOperand(NamedTuple):
 
   @classmethod
   def rows(cls, x: UOp, first: UOp | int = 0) -> "LeftOperand":
-    """The tiles of a buffer in the layout `rows`, whose parts begin at `first`."""
+    """The tiles of a buffer in the layout `rows`, whose terms begin at `first`."""
     _, height, width = sizes(x)
     stride = width * x.dtype.itemsize
-    return cls(lambda part, row, step: x[first + part, row, step * STEP], height, width // STEP, stride)
+    return cls(lambda term, row, step: x[first + term, row, step * STEP], height, width // STEP, stride)
 
   @classmethod
   def transposed(cls, x: UOp, first: UOp | int = 0) -> "LeftOperand":
-    """The tiles of a buffer in the layout `transposed`, whose parts begin at `first`."""
+    """The tiles of a buffer in the layout `transposed`, whose terms begin at `first`."""
     _, steps, height, _ = sizes(x)
-    return cls(lambda part, row, step: x[first + part, step, row, 0], height, steps, ROW_BYTES)
+    return cls(lambda term, row, step: x[first + term, step, row, 0], height, steps, ROW_BYTES)
 
   @classmethod
   def in_memory(cls, rows: HeadView, first: UOp, count: int) -> "LeftOperand":
     """The tiles of bfloat16 rows in memory, from row `first` on, which must `fit`."""
 
-    def place(part: int, row: UOp, step: UOp | int) -> UOp:
+    def place(term: int, row: UOp, step: UOp | int) -> UOp:
       return rows.place(first + row, step * STEP if isinstance(step, UOp) else UOp.const(step * STEP))
 
     return cls(place, count, rows.size // STEP, rows.size * rows.x.dtype.itemsize)
@@ -112,13 +112,13 @@ def check_tiles(tiles: Any) -> None:
       raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {unit}")
 
 
-def split(x: UOp, parts: int) -> list[UOp]:
+def split(x: UOp, terms: int) -> list[UOp]:
   """Numbers whose sum is x in float32, or nearly, each of which has an upper half only; their bits."""
   uppers, rest = [], x.cast(dtypes.float)
-  for i in range(parts):
+  for i in range(terms):
     upper = rest.bitcast(dtypes.uint) & 0xFFFF0000
     uppers.append(upper)
-    rest = rest - upper.bitcast(dtypes.float) if i < parts - 1 else rest
+    rest = rest - upper.bitcast(dtypes.float) if i < terms - 1 else rest
   return uppers
 
 
@@ -127,48 +127,48 @@ def filled(s: Scope, value: float, dtype: DType, *shape: int, within: tuple[UOp,
   return s.assign(s.buffer(prod(shape), dtype=dtype), lambda i: UOp.const(value, dtype), within=within).reshape(shape)
 
 
-def load_lanes(s: Scope, rows: HeadView, first: UOp, count: int, parts: int, outer: tuple[UOp, ...]) -> UOp:
+def load_lanes(s: Scope, rows: HeadView, first: UOp, count: int, terms: int, outer: tuple[UOp, ...]) -> UOp:
   """Load `count` rows from `first` on as `lanes`, inside the axes `outer`."""
   width = round_up(rows.size, STEP)
-  packed = s.buffer(count // LANES, parts, width // PAIR, LANES, dtype=dtypes.uint)
-  staged = filled(s, 0, dtypes.ushort, parts, ROWS, width, within=outer)
+  packed = s.buffer(count // LANES, terms, width // PAIR, LANES, dtype=dtypes.uint)
+  staged = filled(s, 0, dtypes.ushort, terms, ROWS, width, within=outer)
   g = s.axis(count // LANES)
-  staged = load_parts(s, staged, 0, parts, rows, first + g * LANES, rows.length, g)
+  staged = load_terms(s, staged, 0, terms, rows, first + g * LANES, rows.length, g)
   c = s.axis(width // STEP)
   done: tuple[UOp, ...] = (staged,)
-  for i in range(parts):
+  for i in range(terms):
     place = packed.after(*outer)[g, i, c * LANES, 0]
     done = (AMX.transpose(place, staged[i, 0, c * STEP], ROW_BYTES, width * 2, c, *done),)
   return packed.after(UOp.group(*done).end(c).end(g))
 
 
-def load_parts(
-  s: Scope, buffer: UOp, at: UOp | int, parts: int, rows: HeadView, first: UOp, length: UOp | None, *within: UOp
+def load_terms(
+  s: Scope, buffer: UOp, at: UOp | int, terms: int, rows: HeadView, first: UOp, length: UOp | None, *within: UOp
 ) -> UOp:
-  """Load as many rows from `first` on as `buffer` has, as `rows`, whose parts begin at `at` in `buffer`.
+  """Load as many rows from `first` on as `buffer` has, as `rows`, whose terms begin at `at` in `buffer`.
 
   Those from `length` on are not read.
   """
   _, count, _ = sizes(buffer)
   r, d = s.axis(count), s.axis(rows.size)
-  uppers = split(element(rows, first + r, d, length), parts)
+  uppers = split(element(rows, first + r, d, length), terms)
   stores = [buffer.after(*within)[at + i, r, d].store((y >> 16).cast(dtypes.ushort)) for i, y in enumerate(uppers)]
   return buffer.after(UOp.group(*stores).end(r, d))
 
 
 def load_pairs(s: Scope, buffer: UOp, rows: HeadView, first: UOp, length: UOp | None, *within: UOp) -> UOp:
   """Load as many rows from `first` on as `buffer`, which is `pairs`, has. Those from `length` on are not read."""
-  parts, pairs, _ = sizes(buffer)
+  terms, pairs, _ = sizes(buffer)
   r, d = s.axis(pairs), s.axis(rows.size)
-  two = zip(*(split(element(rows, first + r * PAIR + i, d, length), parts) for i in range(PAIR)), strict=True)
+  two = zip(*(split(element(rows, first + r * PAIR + i, d, length), terms) for i in range(PAIR)), strict=True)
   stores = [buffer.after(*within)[i, r, d].store((low >> 16) | high) for i, (low, high) in enumerate(two)]
   return buffer.after(UOp.group(*stores).end(r, d))
 
 
 def transpose_pairs(s: Scope, to: UOp, first: UOp | int, pairs: UOp, *within: UOp) -> UOp:
-  """Store `pairs` as `transposed`, in parts of `to` from `first` on; return it."""
-  parts, count, width = sizes(pairs)
-  i, n, c = s.axis(parts), s.axis(count // LANES), s.axis(width // LANES)
+  """Store `pairs` as `transposed`, from term `first` of `to` on; return it."""
+  terms, count, width = sizes(pairs)
+  i, n, c = s.axis(terms), s.axis(count // LANES), s.axis(width // LANES)
   place, source = to.after(*within)[first + i, n, c * LANES, 0], pairs[i, n * LANES, c * LANES]
   return to.after(AMX.transpose(place, source, ROW_BYTES, width * 4, i, n, c, pairs).end(i, n, c))
 
@@ -194,16 +194,16 @@ def mma(
   """Multiply A by B for `groups` groups of 16 columns. Stores.
 
   Args:
-    b: (units groups, parts, k / 2, 16), right operands, of which the groups of `unit` are taken.
+    b: (units groups, terms, k / 2, 16), right operands, of which the groups of `unit` are taken.
     c: accumulators, of which the groups of `to` receive it.
     groups: 1, whose tiles of B stay, or 2, which share tiles of A.
-    products: the parts of A and of B that are multiplied.
+    products: the terms of A and of B that are multiplied.
     adds: whether accumulators are added to, rather than begun at 0.
     between: other work; there is a gap for each 16 rows (1 group), or two per step along k (2).
   """
   source, target, c = unit * groups, to * groups, c if adds else c.after(*after)
   if groups == 1:
-    tile_of_b = lambda step, part: b[source, part, step * LANES, 0]  # noqa: E731
+    tile_of_b = lambda step, term: b[source, term, step * LANES, 0]  # noqa: E731
     return _mma_rows(s, a, tile_of_b, lambda row: c[target, row, 0], products, adds, between, *after)
   n = s.axis(a.height // BLOCK)
   row = n * BLOCK
@@ -211,7 +211,7 @@ def mma(
     s,
     a,
     row,
-    Placed(lambda j, step, part: b[source + j, part, step * LANES, 0], ROW_BYTES),
+    Placed(lambda j, step, term: b[source + j, term, step * LANES, 0], ROW_BYTES),
     Placed(lambda i, j: c[target + j, row + i * ROWS, 0], ROW_BYTES),
     products,
     *after,
@@ -237,7 +237,7 @@ def mma_block(
   The accumulators are tiles 0 to 3: tile 2 i + j is that of the rows i and the columns j.
 
   Args:
-    b: its tiles, by the column of tiles, the step and the part.
+    b: its tiles, by the column of tiles, the step and the term.
     c: the accumulators, by the row and the column of tiles.
     products, adds, between: as `mma` has them; there are two gaps per step.
   """
@@ -248,17 +248,17 @@ def mma_block(
   step = s.axis(a.steps)
   done = (step, *done)
   held: tuple[int | None, int | None] = None, None
-  for n, (part_a, part_b) in enumerate(products):
+  for n, (term_a, term_b) in enumerate(products):
     for i in range(2):
-      left = a.place(part_a, row + i * ROWS, step)
-      done = (AMX.tile_load(4 + i, left, a.stride, *done),) if part_a != held[0] else done
+      left = a.place(term_a, row + i * ROWS, step)
+      done = (AMX.tile_load(4 + i, left, a.stride, *done),) if term_a != held[0] else done
       for j in range(2):
-        if i == 0 and part_b != held[1]:
-          done = (AMX.tile_load(6 + j, b.place(j, step, part_b), b.stride, *done),)
+        if i == 0 and term_b != held[1]:
+          done = (AMX.tile_load(6 + j, b.place(j, step, term_b), b.stride, *done),)
         done = (AMX.tile_product(2 * i + j, 4 + i, 6 + j, *done),)
       half = i if len(products) == 1 else n if i == 1 else 2  # the halves follow different products if there are more
       done = between(step * 2 + half, done) if half < 2 else done
-    held = part_a, part_b
+    held = term_a, term_b
   end = done[0].end(step)
   for i, j, place in corners:
     end = AMX.tile_store(2 * i + j, place, c.stride, end)
@@ -281,14 +281,14 @@ def _mma_rows(
   nothing waits for it.
 
   Args:
-    b: maps a step and a part to a tile's place.
+    b: maps a step and a term to a tile's place.
     c: maps a row to the place of an accumulator.
   """
-  wanted = [(step, part) for step in range(a.steps) for part in sorted({y for _, y in products})]
+  wanted = [(step, term) for step in range(a.steps) for term in sorted({y for _, y in products})]
   stays = len(wanted) <= 4
   done: tuple[UOp, ...] = after
-  for i, (step, part) in enumerate(wanted if stays else ()):
-    done = (AMX.tile_load(4 + i, b(step, part), ROW_BYTES, *done),)
+  for i, (step, term) in enumerate(wanted if stays else ()):
+    done = (AMX.tile_load(4 + i, b(step, term), ROW_BYTES, *done),)
   n = s.axis(a.height // BLOCK)
   done = (*done, n)
   for i in range(2):
@@ -296,12 +296,12 @@ def _mma_rows(
     done = (AMX.tile_load(i, c(row), ROW_BYTES, *done) if adds else AMX.tile_zero(i, *done),)
     loads = 0
     for step in range(a.steps):
-      for part in sorted({x for x, _ in products}):
+      for term in sorted({x for x, _ in products}):
         left = 2 + loads % 2
-        done, loads = (AMX.tile_load(left, a.place(part, row, step), a.stride, *done),), loads + 1
-        for other in (y for x, y in products if x == part):
+        done, loads = (AMX.tile_load(left, a.place(term, row, step), a.stride, *done),), loads + 1
+        for other in (y for x, y in products if x == term):
           right = 4 + wanted.index((step, other)) % 4
-          if not stays and part == 0:
+          if not stays and term == 0:
             done = (AMX.tile_load(right, b(step, other), ROW_BYTES, *done),)
           done = (AMX.tile_product(i, left, right, *done),)
     if i == 1:

@@ -79,10 +79,10 @@ def _transpose() -> str:
         halves = f"q{row}_{i}, q{row + 4}_{i}, 0, 1, 2, 3, 4, 5, 6, 7"
         lines.append(f"half h{row}_{i} = __builtin_shufflevector({halves});")
       lines.append(_shuffled(f"r{i}", f"h0_{i}", f"h8_{i}", range(LANES)))
-    for part in ("low", "high"):
-      lines += [_shuffled(f"{part}{i}", f"r{i}", f"r{i + 1}", unpack[f"{part}_words"]) for i in (0, 2)]
-    for i, (part, half) in enumerate((x, y) for x in ("low", "high") for y in ("low", "high")):
-      lines.append(_shuffled(f"y{i}", f"{part}0", f"{part}2", unpack[half]))
+    for words in ("low", "high"):
+      lines += [_shuffled(f"{words}{i}", f"r{i}", f"r{i + 1}", unpack[f"{words}_words"]) for i in (0, 2)]
+    for i, (words, half) in enumerate((x, y) for x in ("low", "high") for y in ("low", "high")):
+      lines.append(_shuffled(f"y{i}", f"{words}0", f"{words}2", unpack[half]))
       lines.append(f"__builtin_memcpy((char *){{0}} + {4 * column + i} * {{2}}, &y{i}, 64);")
     lines.append("}}")
   return _block(_VECTORS, *lines)
@@ -101,26 +101,26 @@ def _exp2(x: str, degree: int) -> str:
   )
 
 
-def _rounded(parts: int, in_pairs: bool, places: str) -> str:
-  """C text that stores the vectors a and b in bfloat16, part by part at `places` with `part`, and changes them.
+def _rounded(terms: int, in_pairs: bool, places: str) -> str:
+  """C text that stores the vectors a and b in bfloat16, term by term at `places` with `term`, and changes them.
 
-  One part is rounded to nearest; several, whose sum is the number, are cut off.
+  One term is rounded to nearest; several, whose sum is the number, are cut off.
   """
-  lines = ["a = (vector)((words)a + 32768); b = (vector)((words)b + 32768);"] if parts == 1 else []
-  for part in range(parts):
+  lines = ["a = (vector)((words)a + 32768); b = (vector)((words)b + 32768);"] if terms == 1 else []
+  for term in range(terms):
     if in_pairs:
       # A shift and a blend; the compiler would merge them into one shuffle of 16-bit elements, which takes longer.
       lines.append('{{ bits y = (bits)a >> 16; __asm__("" : "+v"(y)); y |= (bits)b & 0xffff0000u;')
     else:
       order = ", ".join(map(str, range(1, 4 * LANES, 2)))
       lines.append(f"{{{{ halves y = __builtin_shufflevector((halves)a, (halves)b, {order});")
-    lines.append(f"__builtin_memcpy({places.replace('part', str(part))}, &y, 64); }}}}")
-    if part < parts - 1:
+    lines.append(f"__builtin_memcpy({places.replace('term', str(term))}, &y, 64); }}}}")
+    if term < terms - 1:
       lines += [f"{x} -= (vector)((words){x} & (int)0xffff0000);" for x in "ab"]
   return " ".join(lines)
 
 
-def _weigh(parts: int, degree: int, subtracts: bool) -> str:
+def _weigh(terms: int, degree: int, subtracts: bool) -> str:
   """Text of `Amx.weigh`."""
   exponent = "({x} - shift) * factor" if subtracts else "{x} * factor - shift"
   return _block(
@@ -133,19 +133,19 @@ def _weigh(parts: int, degree: int, subtracts: bool) -> str:
     _exp2("a", degree),
     _exp2("b", degree),
     "l += a + b;",
-    _rounded(parts, True, "p + 32 * i + part * {6}"),
+    _rounded(terms, True, "p + 32 * i + term * {6}"),
     "}} __builtin_memcpy({3}, &l, 64);",
   )
 
 
-def _pack(parts: int, in_pairs: bool) -> str:
+def _pack(terms: int, in_pairs: bool) -> str:
   """Text of `Amx.pack`."""
   return _block(
     _VECTORS,
     "char *to = (char *){0}; const char *x = (const char *){1}, *y = (const char *){2};",
     '_Pragma("clang loop unroll_count(4)") for (int i = 0; i < {4}; i++) {{ vector a, b;',
     "__builtin_memcpy(&a, x + i * {3}, 64); __builtin_memcpy(&b, y + i * {3}, 64);",
-    _rounded(parts, in_pairs, "to + 64 * i + part * {5}"),
+    _rounded(terms, in_pairs, "to + 64 * i + term * {5}"),
     "}}",
   )
 
@@ -167,7 +167,7 @@ _WEIGH = {
   if x[1] == max(EXP2) or x[0] == 1
 }
 _PACK = {
-  x: Instruction(f"pack_parts_{x[0]}{'_pairs' * x[1]}", {"c": _pack(*x)}, parameters=x)
+  x: Instruction(f"pack_terms_{x[0]}{'_pairs' * x[1]}", {"c": _pack(*x)}, parameters=x)
   for x in product((1, 2, 3), (False, True))
 }
 
@@ -242,8 +242,8 @@ class Amx(Dialect):
     sums: UOp,
     factor: UOp,
     rows: int,
-    part_bytes: int,
-    parts: int,
+    term_bytes: int,
+    terms: int,
     degree: int,
     subtracts: bool,
     *after: UOp,
@@ -254,33 +254,33 @@ class Amx(Dialect):
 
     Args:
       to: INDEX of (rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16: rounded
-        to nearest, or in several parts, each of them cut off.
+        to nearest, or split into several terms by truncation.
       scores: INDEX of (rows, 16) float32.
       shift: INDEX of 16 float32, close to or above score * factor, or score.
       sums: INDEX of 16 float32, to which the weights, before rounding, are added.
       factor: INDEX of 16 float32, the factors on the scores.
       rows: keys, an even number.
-      part_bytes: from one part to the next.
-      parts: 1, 2 or 3.
-      degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
+      term_bytes: from one term to the next.
+      terms: 1, 2 or 3.
+      degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one term.
     """
-    declared = _WEIGH[parts, degree, subtracts]
-    return statement(declared, self.name, after, to, scores, shift, sums, factor, rows, part_bytes)
+    declared = _WEIGH[terms, degree, subtracts]
+    return statement(declared, self.name, after, to, scores, shift, sums, factor, rows, term_bytes)
 
   def pack(
-    self, to: UOp, a: UOp, b: UOp, stride: int, count: int, part_bytes: int, parts: int, in_pairs: bool, *after: UOp
+    self, to: UOp, a: UOp, b: UOp, stride: int, count: int, term_bytes: int, terms: int, in_pairs: bool, *after: UOp
   ) -> UOp:
     """Turn rows of 16 float32 into bfloat16, 32 of two rows in 64 bytes, `count` times. A statement.
 
     Args:
       to: INDEX of what receives them, of any type, 64 bytes after 64 bytes.
       a, b: INDEX of the first two rows; the next ones are `stride` bytes on.
-      part_bytes: from one part to the next; see `weigh` for parts.
-      parts: 1, 2 or 3.
+      term_bytes: from one term to the next; see `weigh` for terms.
+      terms: 1, 2 or 3.
       in_pairs: whether elements of a and b alternate, as in a right operand's rows; else those of b follow those of a.
     """
-    return statement(_PACK[parts, in_pairs], self.name, after, to, a, b, stride, count, part_bytes)
+    return statement(_PACK[terms, in_pairs], self.name, after, to, a, b, stride, count, term_bytes)
 
 
-# What has a text for each number of parts, and so is no declaration in the class.
+# What has a text for each number of terms, and so is no declaration in the class.
 IN_FAMILIES = *_WEIGH.values(), *_PACK.values()

@@ -12,7 +12,7 @@ In words of four neighbours, a lane's keys then are in the order of P: 2 t, 2 t 
 cannot transpose 32-bit elements: V is then read element by element, keys 2 t and 2 t + 1 of 8 as P has them.
 
 float32 is multiplied in tf32, whose products ignore the last 13 bits: in one product, or at float32's own accuracy in
-three products of parts (`uopattn.dsl.gpu.parts`), which are split in registers. Tensor cores cut off what float32 does
+three products of terms (`uopattn.dsl.gpu.terms`), which are split in registers. Tensor cores cut off what float32 does
 not hold of a sum (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021).
 
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k8", "k16" and "k32", "ldmatrix", "prmt".
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from tinygrad import UOp
 from tinygrad.dtype import AddrSpace, DType, dtypes
 
-from uopattn.dsl.gpu.parts import PAIRS, tf32_parts
+from uopattn.dsl.gpu.terms import PAIRS, tf32_terms
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -34,12 +34,12 @@ from uopattn.dsl.scope import Scope, sizes
 
 STEP_BYTES = 32
 PAIR = 2 * MMA_N  # columns of two right operands, loaded together
-CHAIN = 4  # steps whose products of parts are added up by the tensor cores
+CHAIN = 4  # steps whose products of terms are added up by the tensor cores
 ZERO = UOp.const((0.0,) * 4, dtypes.float)
 STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements per step -> an integer of their size
 # The first architecture that multiplies each type.
 SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
-Operand = list[UOp]  # the parts of an operand of one step
+Operand = list[UOp]  # the terms of an operand of one step
 Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.nvidia.mma_layout`
 
 
@@ -85,8 +85,8 @@ class MmaTiles:
     return self.warps * WARP
 
   @property
-  def parts(self: _Sizes) -> int:
-    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
+  def terms(self: _Sizes) -> int:
+    """Terms of which an operand is the sum; see `uopattn.dsl.gpu.terms`."""
     return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
@@ -130,13 +130,13 @@ class Mma:
     scope: the kernel's scope.
     dtype: float16, bfloat16, fp8e4m3, fp8e5m2, or float32, whose last 13 bits a product ignores (tf32).
     turing: whether a step is two instructions of 8 along k, for float16 on sm_75.
-    parts: the parts of an operand, 2 for float32 at its own accuracy.
+    terms: the terms of an operand, 2 for float32 at its own accuracy.
   """
 
   scope: Scope
   dtype: DType
   turing: bool = False
-  parts: int = 1
+  terms: int = 1
 
   @property
   def step(self) -> int:
@@ -148,32 +148,32 @@ class Mma:
     if not self.turing:
       return UOp.wmma(a, b, acc, (MMA_N, MMA_M, self.step), "CUDA", 32)
     for half in range(2):
-      acc = UOp.wmma(_part(a, half, 4), _part(b, half, 2), acc, (MMA_N, MMA_M, self.step // 2), "CUDA", 32)
+      acc = UOp.wmma(_share(a, half, 4), _share(b, half, 2), acc, (MMA_N, MMA_M, self.step // 2), "CUDA", 32)
     return acc
 
   def chain(self, left: Sequence[Operand], right: Sequence[Operand], acc: UOp | None) -> UOp:
     """acc + A B over the steps of a chain, four elements in this lane; None stands for 0."""
-    total = ZERO if acc is None or self.parts > 1 else acc
-    for i, j in PAIRS[self.parts]:
+    total = ZERO if acc is None or self.terms > 1 else acc
+    for i, j in PAIRS[self.terms]:
       for a, b in zip(left, right, strict=True):
         total = self.multiply(a[i], b[j], total)
-    return total if acc is None or self.parts == 1 else UOp.stack(*[acc[e] + total[e] for e in range(4)])
+    return total if acc is None or self.terms == 1 else UOp.stack(*[acc[e] + total[e] for e in range(4)])
 
-  def in_parts(self, operand: UOp) -> Operand:
-    """The parts of an operand of one step, registers or a value."""
-    if self.parts == 1:
+  def in_terms(self, operand: UOp) -> Operand:
+    """The terms of an operand of one step, registers or a value."""
+    if self.terms == 1:
       return [operand]
     elements = [operand[i] for i in range(operand.shape[0])]
-    values = [tf32_parts(e.load() if operand.addrspace is AddrSpace.REG else e) for e in elements]
-    return [UOp.stack(*part) for part in zip(*values, strict=True)]
+    values = [tf32_terms(e.load() if operand.addrspace is AddrSpace.REG else e) for e in elements]
+    return [UOp.stack(*term) for term in zip(*values, strict=True)]
 
   def load_left(self, tile: SwizzledTiles, first: UOp, lane: UOp) -> Left:
     """Load the 16 rows from `first` on as left operands, one per step along the columns.
 
-    In parts they would need too many registers: then `mma_abt` loads each chain when it is needed.
+    Split into terms they would need too many registers: then `mma_abt` loads each chain when it is needed.
     """
     rows = Stored(tile, first)
-    return rows if self.parts > 1 else [self.load_step(rows, step, lane) for step in range(tile.columns // self.step)]
+    return rows if self.terms > 1 else [self.load_step(rows, step, lane) for step in range(tile.columns // self.step)]
 
   def load_step(self, rows: Stored, step: int, lane: UOp, *after: UOp) -> UOp:
     """Load the left operand of one step."""
@@ -207,10 +207,10 @@ class Mma:
     B is as many rows of a tile as acc has columns. By default acc is 0, with a column for each row.
     """
     out: list[list[Any]] = [list(x) for x in acc] if acc else [[None] * (tile.rows // MMA_N) for _ in left]
-    after: tuple[UOp, ...] = (tile.memory,) if self.parts > 1 else ()
+    after: tuple[UOp, ...] = (tile.memory,) if self.terms > 1 else ()
     for steps in self.chains(over or range(tile.columns // self.step)):
       a = [
-        [self.in_parts(self.load_step(rows, i, lane, *after) if isinstance(rows, Stored) else rows[i]) for i in steps]
+        [self.in_terms(self.load_step(rows, i, lane, *after) if isinstance(rows, Stored) else rows[i]) for i in steps]
         for rows in left
       ]
       for n in range(0, len(out[0]), 2):
@@ -223,8 +223,8 @@ class Mma:
     out: list[list[Any]] = [list(x) for x in acc]
     after: tuple[UOp, ...] = ()
     for steps in self.chains(range(len(left[0]))):
-      a = [[self.in_parts(rows[step]) for step in steps] for rows in left]
-      if self.parts > 1:
+      a = [[self.in_terms(rows[step]) for step in steps] for rows in left]
+      if self.terms > 1:
         after = (CUDA.read_later(a[-1][-1][-1][-1], *after),)
       for d in range(0, len(out[0]), 2):
         pairs = [self.load_right_transposed(tile, step, d * MMA_N, lane, *after) for step in steps]
@@ -240,7 +240,7 @@ class Mma:
 
   def chains(self, steps: Sequence[int]) -> list[Sequence[int]]:
     """The steps of each chain."""
-    length = 1 if self.parts == 1 else CHAIN
+    length = 1 if self.terms == 1 else CHAIN
     return [steps[first : first + length] for first in range(0, len(steps), length)]
 
   def add_pair(
@@ -248,13 +248,13 @@ class Mma:
   ) -> tuple[UOp, ...]:
     """Add A B to the accumulator tiles `first` and `first` + 1 of each A's rows, over the steps of a chain.
 
-    Returns what later loads must come after: in parts, operands take so many registers that few may be loaded early.
+    Returns what later loads must come after: terms take so many registers that few may be loaded early.
     """
     for j in range(2):
-      right = [self.in_parts(pair[j]) for pair in pairs]
+      right = [self.in_terms(pair[j]) for pair in pairs]
       for tiles, a in zip(out, left, strict=True):
         tiles[first + j] = self.chain(a, right, tiles[first + j])
-    return (CUDA.read_later(out[-1][first + 1][-1], *after),) if self.parts > 1 else after
+    return (CUDA.read_later(out[-1][first + 1][-1], *after),) if self.terms > 1 else after
 
   def load_right(self, tile: SwizzledTiles, first: int, step: int, lane: UOp, *after: UOp) -> list[UOp]:
     """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""
@@ -278,8 +278,8 @@ class Mma:
     row, chunk = step * self.step + lane, UOp.const(first // PAIR)
     words = words.after(CUDA.ldmatrix(words[0], tile.at(row, chunk), trans=True, immediate=tile.is_long))
     keys = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
-    parts = [part(*two) for part in (CUDA.even_bytes, CUDA.odd_bytes) for two in keys]
-    loaded = pair.after(CUDA.set_words(pair[0, 0], *parts))
+    packed = [bytes_of(*two) for bytes_of in (CUDA.even_bytes, CUDA.odd_bytes) for two in keys]
+    loaded = pair.after(CUDA.set_words(pair[0, 0], *packed))
     return [loaded[0], loaded[1]]
 
   def as_left(self, rows: list[list[UOp]]) -> list[UOp]:
@@ -291,8 +291,10 @@ class Mma:
     if self.dtype not in DTYPES_8:
       word = 4 // self.dtype.itemsize  # elements in 32 bits
       steps = range(0, len(rows[0]), 2 * word)
-      parts = [[(half, i + part * word) for part in range(2) for half in range(HALVES)] for i in steps]
-      return [UOp.stack(*[rows[h][i + e].cast(self.dtype) for h, i in words for e in range(word)]) for words in parts]
+      of_steps = [[(half, i + k_half * word) for k_half in range(2) for half in range(HALVES)] for i in steps]
+      return [
+        UOp.stack(*[rows[h][i + e].cast(self.dtype) for h, i in words for e in range(word)]) for words in of_steps
+      ]
     return [self.left_of(words) for words in self.left_words(rows)]
 
   def left_words(self, rows: list[list[UOp]]) -> list[list[UOp]]:
@@ -304,7 +306,7 @@ class Mma:
       return elements[0].bitcast(dtypes.uint) if word == 1 else dialect.pack_word(elements, self.dtype)
 
     steps = range(0, len(rows[0]), 2 * word)
-    return [[packed(rows[h][i + part * word :][:word]) for part in range(2) for h in range(HALVES)] for i in steps]
+    return [[packed(rows[h][i + k_half * word :][:word]) for k_half in range(2) for h in range(HALVES)] for i in steps]
 
   def left_of(self, words: list[UOp]) -> UOp:
     """The left operand of one step that has these words."""
@@ -312,7 +314,7 @@ class Mma:
     return frag.after(CUDA.set_words(frag[0], *words))
 
 
-def _part(x: UOp, part: int, count: int) -> UOp:
-  """Elements part * count to (part + 1) * count - 1 of registers or of a value."""
-  elements = [x[part * count + i] for i in range(count)]
+def _share(x: UOp, i: int, count: int) -> UOp:
+  """Elements i * count to (i + 1) * count - 1 of registers or of a value."""
+  elements = [x[i * count + j] for j in range(count)]
   return UOp.stack(*[e.load() if x.addrspace is AddrSpace.REG else e for e in elements])

@@ -11,8 +11,8 @@ is of row 8 (i % 2) further on, k from 16 (i // 2) + 4 (lane % 4) on. The tensor
 the sum (`uopattn.emulator.warpgroup.cut_product`). So long sums must not be left to them: a product with A in registers
 clears D first, and the kernel adds it up.
 
-Operands of float32 are given as `parts` of bfloat16 (`uopattn.dsl.gpu.parts`): side by side in a matrix's rows, each
-from a panel of its own on, and one after another in registers. All products of parts are one group, which clears D.
+Operands of float32 are given as `terms` of bfloat16 (`uopattn.dsl.gpu.terms`): side by side in a matrix's rows, each
+from a panel of its own on, and one after another in registers. All products of terms are one group, which clears D.
 
 The product and its fence are one text, and the wait names the accumulators. So neither the compiler's front end nor its
 back end can move an access to a register into the time when the hardware owns it.
@@ -28,7 +28,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.gpu.terms import PAIRS
 from uopattn.dsl.instruction import Instruction, statement
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
@@ -51,7 +51,7 @@ class Form(StrEnum):
     ADDED: the same, but D is not cleared.
     BY_ROWS: A and B, of 16 bits, are in shared memory as k rows of 64 and k rows of n. D is cleared.
     BY_ROWS_ADDED: the same, but D is not cleared.
-    REGISTERS: A is in registers. In 16 bits B is k rows of n, and D is not cleared, except with several parts; in 8
+    REGISTERS: A is in registers. In 16 bits B is k rows of n, and D is not cleared, except with several terms; in 8
       bits D is cleared.
     REGISTERS_CLEARED: A, of 16 bits, is in registers. D is cleared.
   """
@@ -66,7 +66,7 @@ class Form(StrEnum):
 
 _REGISTERS_BYTES = "wgmma_registers_bytes"  # `Form.REGISTERS` in 8 bits
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
-_NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23])(?: parts=(\d+))?)? \*/")
+_NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23])(?: terms=(\d+))?)? \*/")
 
 # The low word: start address, and leading offset between panels (used if B's rows are k). The high word is constant:
 # stride of 1024 bytes per 8 rows, swizzle. Sums of 32 bits take half the registers of 64.
@@ -89,7 +89,7 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 
 
 @cache
-def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instruction:
+def _product(n: int, steps: int, kind: str, name: str, terms: int = 1) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
   count, lines, by_rows = n // 2, ["wgmma.fence.sync.aligned;"], name in (Form.BY_ROWS, Form.BY_ROWS_ADDED)
   registers = name in (Form.REGISTERS, Form.REGISTERS_CLEARED, _REGISTERS_BYTES)
@@ -101,17 +101,17 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
   def operand(text: str) -> str:
     return f"%{inputs.setdefault(text, count + len(inputs))}"
 
-  def along_row(x: str, place: int, part: int, step: int) -> str:  # columns are k: by 32 bytes, or to the next panel
-    panel, inner = part * ceildiv(steps, PANEL // K) + step // (PANEL // K), step % (PANEL // K) * K * 2 >> 4
+  def along_row(x: str, place: int, term: int, step: int) -> str:  # columns are k: by 32 bytes, or to the next panel
+    panel, inner = term * ceildiv(steps, PANEL // K) + step // (PANEL // K), step % (PANEL // K) * K * 2 >> 4
     return operand(_described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}"))
 
-  def along_column(x: str, place: int, part: int, step: int) -> str:  # rows are k: by 16 rows
-    first = f"{part * ceildiv(n, PANEL)} * (({{{place}}}) * 2 >> 4) + " if part else ""
+  def along_column(x: str, place: int, term: int, step: int) -> str:  # rows are k: by 16 rows
+    first = f"{term * ceildiv(n, PANEL)} * (({{{place}}}) * 2 >> 4) + " if term else ""
     return operand(_described(f"{x} + {first}{step * K * PANEL * 2 >> 4}"))
 
-  for i, (left, right) in enumerate(PAIRS[parts]):
+  for i, (left, right) in enumerate(PAIRS[terms]):
     for step in range(steps):
-      adds = int(i + step > 0 or added or (name == Form.REGISTERS and parts == 1))
+      adds = int(i + step > 0 or added or (name == Form.REGISTERS and terms == 1))
       if registers:
         words = ", ".join(operand(f'"r"(a[{4 * (left * steps + step) + word}])') for word in range(4))
         if eight:
@@ -132,15 +132,15 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
   start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name == Form.REGISTERS or by_rows else "0")
-  if parts > 1 or steps > MANY:  # so many descriptors are not to be kept in registers from one trip to the next
+  if terms > 1 or steps > MANY:  # so many descriptors are not to be kept in registers from one trip to the next
     start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
-  of_parts = f" parts={parts}" if parts > 1 else ""
+  of_terms = f" terms={terms}" if terms > 1 else ""
   text = (
-    f"/* {name} n={n} steps={steps} {kind}{of_parts} */ [&](){{{{ float* d = {{0}}; {start}\n"
+    f"/* {name} n={n} steps={steps} {kind}{of_terms} */ [&](){{{{ float* d = {{0}}; {start}\n"
     f'  asm volatile({body}\n    : {outputs}\n    : {", ".join(inputs)} : "memory"); return 0; }}}}()'
   )
-  return Instruction(name, {"cuda": text}, cross_lane=True, parameters=(n, steps, _KINDS[kind], parts))
+  return Instruction(name, {"cuda": text}, cross_lane=True, parameters=(n, steps, _KINDS[kind], terms))
 
 
 @cache
@@ -159,8 +159,8 @@ def find(text: str) -> Instruction | None:
   """The instruction of this module that has the given text; None if there is none."""
   if (match := _NAME.match(text)) is None:
     return None
-  name, n, steps, kind, parts = match.groups()
-  instruction = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name, int(parts or 1))
+  name, n, steps, kind, terms = match.groups()
+  instruction = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name, int(terms or 1))
   return instruction if instruction.texts["cuda"] == text else None
 
 
@@ -185,21 +185,21 @@ def start(
   panels: tuple[int, int],
   *after: UOp,
   form: Form = Form.SHARED,
-  parts: int = 1,
+  terms: int = 1,
 ) -> UOp:
   """Start a product as a group of its own. A statement.
 
   Args:
     dtype: type of A and B: float16, bfloat16, fp8e4m3 or fp8e5m2.
     n: columns of D, a multiple of 8 up to 256.
-    steps: steps of 32 bytes along k, of each part.
+    steps: steps of 32 bytes along k, of each term.
     d: address of n / 2 float32 registers.
     a: address of A's rows in shared memory, or of 4 * steps 32-bit registers.
     b: address of B in shared memory.
     panels: units of 16 bits per panel of A, and of B.
     after: what the product must wait for.
     form: where A and B are, and whether D is cleared first.
-    parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or those of float32.
+    terms: terms of A and B, see `uopattn.dsl.gpu.terms`: 1, or those of float32.
 
   Raises:
     ValueError: the form does not exist in 8 bits.
@@ -210,7 +210,7 @@ def start(
     if form not in (Form.SHARED, Form.ADDED, Form.REGISTERS):
       raise ValueError(f"{form}: must be of 16 bits, not {kind}")
     name = _REGISTERS_BYTES if form is Form.REGISTERS else name
-  return statement(_product(n, steps, kind, name, parts), CUDA.name, after, d, a, b, *panels)
+  return statement(_product(n, steps, kind, name, terms), CUDA.name, after, d, a, b, *panels)
 
 
 def wait(count: int, n: int, d: UOp, *after: UOp) -> UOp:

@@ -111,7 +111,7 @@ class Mainloop:
   key_range: TileRange
   block_n: int
   diverges: bool = False
-  parts: ClassVar[int] = 1  # of the operands; see `wgmma.start`
+  terms: ClassVar[int] = 1  # of the operands; see `wgmma.start`
 
   def q_address(self, q_tile: SwizzledTiles) -> UOp:
     """Where the warpgroup's rows begin."""
@@ -139,8 +139,8 @@ class Mainloop:
     """Start S = Q K^T, (64, keys)."""
     q_tile, k_tile = self.pipe.q.tile(ZERO, *after), self.pipe.k.tile(n_tile, *after)
     q, k, panels = self.q_address(q_tile), self.k_address(k_tile), (q_tile.panel, k_tile.panel)
-    keys, steps = 2 * sizes(self.scores)[0], k_tile.columns // self.parts // wgmma.K
-    return wgmma.start(self.dtype, keys, steps, self.scores[0], q, k, panels, *after, parts=self.parts)
+    keys, steps = 2 * sizes(self.scores)[0], k_tile.columns // self.terms // wgmma.K
+    return wgmma.start(self.dtype, keys, steps, self.scores[0], q, k, panels, *after, terms=self.terms)
 
   def wait_qk(self, pending: int, *after: UOp) -> UOp:
     """Wait for S: until at most `pending` products are in flight."""
@@ -166,10 +166,10 @@ class Mainloop:
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Start O += P V, (64, columns), or P V by itself."""
     v_tile, out, p = self.pipe.v.tile(n_tile, *after), state.product, state.p
-    columns, steps = 2 * sizes(out)[0], sizes(p)[0] // WORDS // self.parts
+    columns, steps = 2 * sizes(out)[0], sizes(p)[0] // WORDS // self.terms
     v, panels = self.v_address(v_tile, columns), (0, v_tile.panel)
     form = wgmma.Form.REGISTERS
-    return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, form=form, parts=self.parts)
+    return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, form=form, terms=self.terms)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
     """Wait for all products."""

@@ -61,11 +61,11 @@ def _largest_forward(problem: Problem, target: Target) -> Forward:
       budget, in_turn = 360, (8, 4)
   if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
     budget, wanted = 170, (64, 48, 32, 16)
-  if f.parts > 1:  # the loop over masked tiles spills otherwise
+  if f.terms > 1:  # the loop over masked tiles spills otherwise
     budget, wanted = (190, (16,)) if f.repeated else (140, wanted)
   sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
-  # In parts each tile of queries is split for each tile of keys, which more keys save, and more queries do not.
-  two = M // MMA_SIZE if f.parts == 1 else 0
+  # With terms each tile of queries is split for each tile of keys, which more keys save, and more queries do not.
+  two = M // MMA_SIZE if f.terms == 1 else 0
   shapes = [(w, 2, n) for n in sizes_n for w in in_turn if 2 * w <= two]
   shapes += [(min(w, waves), 1, n) for n in sizes_n for w in in_turn]
   candidates = [Forward(target.arch, *x, bits) for x in shapes]
@@ -95,7 +95,7 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
 
   Raises:
     ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile, or for
-      the registers, if they are to hold both dK and dV, or in parts.
+      the registers, if they are to hold both dK and dV, or are split into terms.
   """
   p, Dk, Dv, bits = problem, problem.Dk, problem.Dv, 8 * problem.dtype.itemsize
   f = Fragments.of(target.arch, bits)
@@ -113,8 +113,8 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   best = next(filter(fits, candidates), None)
   if best is None:
     best = min(candidates, key=lambda x: x.registers(Dk, Dv))
-    if f.parts > 1 or gradients == "dk_dv":
-      check_registers(best.registers(Dk, Dv), registers if f.parts > 1 else _registers_of_both(f), p)
+    if f.terms > 1 or gradients == "dk_dv":
+      check_registers(best.registers(Dk, Dv), registers if f.terms > 1 else _registers_of_both(f), p)
     check_lds(best.lds_bytes(Dk, Dv), p, target)
   yield best
 

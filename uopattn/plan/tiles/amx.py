@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl.cpu.amx_operands import BLOCK, PARTS
+from uopattn.dsl.cpu.amx_operands import BLOCK, TERMS
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import CPU_STACK, Target
@@ -23,24 +23,24 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
     ValueError: the processor has no tiles; the head size is too large for the stack even with the smallest tile.
   """
   check_target(target)
-  p, parts = problem, PARTS.get(problem.dtype, 1)
+  p, terms = problem, TERMS.get(problem.dtype, 1)
 
   def needed(block_m: int, block_n: int) -> int:
-    return Forward(block_m, block_n).stack_bytes(p.Dk, p.Dv, parts)
+    return Forward(block_m, block_n).stack_bytes(p.Dk, p.Dv, terms)
 
   def make(block_m: int, block_n: int) -> Forward:
     return Forward(block_m, block_n, blocks_per_call(p, block_m, target.threads), groups)
 
   # What one group needs fits the nearest cache if heads are small. If they are not, or keys come from memory, as those
   # of few queries do, two groups share tiles of K and of V^T, and tiles of keys are long.
-  small = max(p.Dk, p.Dv) <= SMALL and parts < 3 and not p.is_decode
-  groups, usual = (1, 64 // parts) if small else (2, 128 if parts == 1 else 64)
+  small = max(p.Dk, p.Dv) <= SMALL and terms < 3 and not p.is_decode
+  groups, usual = (1, 64 // terms) if small else (2, 128 if terms == 1 else 64)
   # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
   block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
   # Every block packs V anew, so large blocks are better, unless masks let distant queries see different keys: a tile
   # that one query sees is computed for all queries of the block, except, under a causal mask, those before it.
   near = any(x.has_first for x in p.masks) or p.block_heads is not None or "bounds" in p.features
-  fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
+  fitting = SECOND_CACHE // (2 * terms * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
   largest = max(BLOCK, min(256 if near else 1024, fitting))
   block_m, items = round_up(even(p.M, largest), BLOCK), items_per_thread(target.threads) * target.threads
   while block_m > 128 and p.heads * ceildiv(p.M, block_m) < items:
@@ -66,7 +66,7 @@ def backward(problem: Problem, target: Target) -> Iterator[Backward]:
   p = problem
 
   def needed(block_m: int, block_n: int) -> int:
-    return Backward(block_m, block_n).stack_bytes(p.Dk, p.Dv, PARTS.get(p.dtype, 1))
+    return Backward(block_m, block_n).stack_bytes(p.Dk, p.Dv, TERMS.get(p.dtype, 1))
 
   def make(block_m: int, block_n: int) -> Backward:
     splits = splits_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)

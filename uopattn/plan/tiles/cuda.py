@@ -203,7 +203,7 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   best = _first_backward(problem, target, gradients, sums)
   yield best
 
-  sizes = [(2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True)] if best.parts == 1 else []
+  sizes = [(2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True)] if best.terms == 1 else []
   sizes += [(1, 64, False), (1, 32, False)]
   resized = [replace(best, row_tiles=m, block=min(n, most), in_registers=kept) for m, n, kept in sizes]
   for x in (*resized, replace(best, warps=8), replace(best, stages=3)):

@@ -1,13 +1,13 @@
-"""float32 as a sum of parts that a matrix unit multiplies, so that a few of its products have float32's accuracy.
+"""float32 as a sum of terms that a matrix unit multiplies, so that a few of its products have float32's accuracy.
 
-x = x[0] + x[1] + ..., each part the rest rounded to the unit's type. A B is then the sum of the products of parts,
+x = x[0] + x[1] + ..., each term the rest rounded to the unit's type. A B is then the sum of the products of terms,
 without those below float32's rounding:
-  2 parts of tf32, 11 bits each:       A1 B0 + A0 B1 + A0 B0
-  3 parts of bfloat16, 8 bits each:    A2 B0 + A1 B1 + A0 B2 + A1 B0 + A0 B1 + A0 B0
+  2 terms of tf32, 11 bits each:       A1 B0 + A0 B1 + A0 B0
+  3 terms of bfloat16, 8 bits each:    A2 B0 + A1 B1 + A0 B2 + A1 B0 + A0 B1 + A0 B0
 Both types have float32's exponents, so nothing must be scaled; only numbers below about 2**-110 have their last bits
-below the types' smallest numbers, 2**-136 and 2**-133. There parts may be denormal, too: a unit that takes those for 0
+below the types' smallest numbers, 2**-136 and 2**-133. There terms may be denormal, too: a unit that takes those for 0
 is off by up to 2**-125. Products are added in this order, the small ones first. An infinity, less itself, is NaN in the
-next part, and so is then what it is multiplied with.
+next term, and so is then what it is multiplied with.
 
 Matrix units may round sums towards zero, each time a little too small. So a chain of products starts at zero and is
 short, and chains are added up by ordinary additions.
@@ -30,10 +30,10 @@ PAIRS = {
   2: ((1, 0), (0, 1), (0, 0)),
   3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
 }
-"""The products of parts of A and B that are added, by the number of parts, in order."""
+"""The products of terms of A and B that are added, by the number of terms, in order."""
 
 
-def tf32_parts(x: UOp) -> tuple[UOp, UOp]:
+def tf32_terms(x: UOp) -> tuple[UOp, UOp]:
   """Split a float32 into two for products in tf32, which cut off the low 13 bits of each.
 
   The first is x itself: what is cut off of it is the second, from which 11 bits are left. So that these are rounded
@@ -42,8 +42,8 @@ def tf32_parts(x: UOp) -> tuple[UOp, UOp]:
   return x, x * (1 + 2.0**-23) - (x.bitcast(dtypes.uint) >> 13 << 13).bitcast(dtypes.float)
 
 
-def upper_parts(x: UOp) -> tuple[UOp, UOp, UOp]:
-  """Split a float32 as `bfloat16_parts` does; parts are the upper halves of words whose lower halves are arbitrary.
+def upper_terms(x: UOp) -> tuple[UOp, UOp, UOp]:
+  """Split a float32 as `bfloat16_terms` does; terms are the upper halves of words whose lower halves are arbitrary.
 
   Nothing is left of the third to round. It takes five instructions.
   """
@@ -57,20 +57,20 @@ def _upper_half(word: UOp) -> UOp:
   return (word >> 16 << 16).bitcast(dtypes.float)
 
 
-def bfloat16_parts(dialect: Cuda, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
-  """Split two float32 into three bfloat16 each, and return words of the two of each part, a's in the low half.
+def bfloat16_terms(dialect: Cuda, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
+  """Split two float32 into three bfloat16 each, and return words of the two of each term, a's in the low half.
 
-  The first part is cut off, as the largest float32 would be rounded to infinity; the others are rounded. Together they
+  The first term is cut off, as the largest float32 would be rounded to infinity; the others are rounded. Together they
   have all bits, but those below bfloat16's smallest number.
   """
   first = dialect.high_halves(a.bitcast(dtypes.uint), b.bitcast(dtypes.uint))
-  second, left = _next_part(dialect, [a, b], first)
-  third, _ = _next_part(dialect, left, second)
+  second, left = _next_term(dialect, [a, b], first)
+  third, _ = _next_term(dialect, left, second)
   return first, second, third
 
 
-def _next_part(dialect: Cuda, x: list[UOp], part: UOp) -> tuple[UOp, list[UOp]]:
-  """The next part of two numbers, of which `part` is the one before, and what that leaves of them."""
-  low, high = (part << 16).bitcast(dtypes.float), _upper_half(part)
+def _next_term(dialect: Cuda, x: list[UOp], term: UOp) -> tuple[UOp, list[UOp]]:
+  """The next term of two numbers, of which `term` is the one before, and what that leaves of them."""
+  low, high = (term << 16).bitcast(dtypes.float), _upper_half(term)
   left = [x[0] - low, x[1] - high]
   return dialect.pack_word(left, dtypes.bfloat16), left
