@@ -227,7 +227,7 @@ def backward_kv(
     *_, lses, neg_deltas = tiles
     rows = []
     for i, key in enumerate(keys):
-      for at, offset in zip(unit.places(i), offsets, strict=True):
+      for at, offset in zip(unit.row_elements(i), offsets, strict=True):
         stats = lses[first + offset].load(), neg_deltas[first + offset].load()
         rows.append(score_row(rules, ScoreRow(tile + first + offset, key, [0], [at], *stats), masked))
     return rows
@@ -300,15 +300,15 @@ class WaveMma:
   @property
   def rows_of_block(self) -> list[UOp]:
     """This lane's stationary rows within the block."""
-    return self.mma.places(self.group.warp, self.tiles.row_tiles)
+    return self.mma.row_offsets(self.group.warp, self.tiles.row_tiles)
 
   @property
   def rows(self) -> list[UOp]:
     """This lane's stationary rows."""
     return [self.group.block * self.tiles.rows + row for row in self.rows_of_block]
 
-  def places(self, i: int) -> list[tuple[int, int]]:
-    """The places of this lane's elements of its i-th row."""
+  def row_elements(self, i: int) -> list[tuple[int, int]]:
+    """The indices of this lane's elements of its i-th row."""
     return [(i, e) for e in range(self.tiles.block // MMA_SIZE * self.mma.f.result)]
 
   def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
@@ -316,7 +316,7 @@ class WaveMma:
     (key, offsets), rows = self.mma.lane_rows(self.tiles.block), []
     for i, row in enumerate(self.rows):
       lse, delta = row_stats(row)
-      rows.append(ScoreRow(row, key + first, offsets, self.places(i), lse, -delta))
+      rows.append(ScoreRow(row, key + first, offsets, self.row_elements(i), lse, -delta))
     return rows
 
   def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
@@ -335,13 +335,13 @@ class WaveMma:
 
   def product(self, operands: list[list[LoadOperand]], tile: LdsRows, start: Elements | None) -> Elements:
     """Compute the rows of a tile times stationary rows, from a start."""
-    starts = None if start is None else [[start[at] for at in self.places(i)] for i in range(len(operands))]
+    starts = None if start is None else [[start[at] for at in self.row_elements(i)] for i in range(len(operands))]
     out = self.mma.mma_abt(tile, self.tiles.block, operands, starts)
     return {(i, e): x for i, row in enumerate(out) for e, x in enumerate(row)}
 
   def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> list[list[Operand]]:
     """P^T or dS^T as operands: for each stationary row, one per step along the streamed rows."""
-    values = [[elements[at] for at in self.places(i)] for i in range(self.tiles.row_tiles)]
+    values = [[elements[at] for at in self.row_elements(i)] for i in range(self.tiles.row_tiles)]
     swap = self.swaps[left].after(*after) if left in self.swaps else None
     return self.mma.as_operands(values, swap, self.rows_of_block)
 

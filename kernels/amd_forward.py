@@ -162,8 +162,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(q_frags, state.after(pipeline.prologue(*state)))
   stores = []
-  for i, place in enumerate(unit.places):
-    row = block_row + place
+  for i, offset in enumerate(unit.row_offsets):
+    row = block_row + offset
     stores += unit.store(o, lse, group.result, row, i, state, head_rules)
   return group.kernel(f"attention_{tiles.arch}_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
@@ -191,15 +191,15 @@ class WaveMma:
   p_scale_log2: int = 0
 
   @cached_property
-  def places(self) -> list[UOp]:
+  def row_offsets(self) -> list[UOp]:
     """This lane's rows within the block of queries."""
-    return self.mma.places(self.group.warp, self.tiles.m_tiles)
+    return self.mma.row_offsets(self.group.warp, self.tiles.m_tiles)
 
   @cached_property
   def rows(self) -> list[UOp]:
     """This lane's queries; the last query in place of those past the end."""
     block_row = self.group.block * self.tiles.block_m
-    return [(row < self.M).where(row, self.M - 1) for row in (block_row + place for place in self.places)]
+    return [(row < self.M).where(row, self.M - 1) for row in (block_row + offset for offset in self.row_offsets)]
 
   def keys(self) -> tuple[UOp, list[int]]:
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
@@ -242,7 +242,7 @@ class WaveMma:
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[Operand]]:
     """P^T as operands: for each tile of queries, one per step along the keys."""
-    return self.mma.as_operands(p, self.p_lds and self.p_lds.after(*after), self.places)
+    return self.mma.as_operands(p, self.p_lds and self.p_lds.after(*after), self.row_offsets)
 
   def mma_ab(
     self, p: list[list[Operand]], v_tile: LdsRows, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]

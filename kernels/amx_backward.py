@@ -31,7 +31,7 @@ from uopattn.dsl.cpu.amx_operands import (
   PRODUCTS,
   TERMS,
   LeftOperand,
-  Placed,
+  TileMap,
   check_tiles,
   filled,
   load_lanes,
@@ -156,12 +156,12 @@ def pack_gradients(
   ds_pairs = s.buffer(GROUPS, terms, block_n // PAIR, LANES, dtype=dtypes.uint)
   done: tuple[UOp, ...] = (*inside, p, ds)
   for to, x in ((p_rows, p), (ds_rows, ds)):
-    place, term_bytes = to.after(*inside)[0, g, 0, 0], pairs * block_n * ROW_BYTES
-    done = (AMX.pack(place, x[0, 0, 0], x[1, 0, 0], ROW_BYTES, block_n, term_bytes, terms, False, *done),)
+    target, term_bytes = to.after(*inside)[0, g, 0, 0], pairs * block_n * ROW_BYTES
+    done = (AMX.pack(target, x[0, 0, 0], x[1, 0, 0], ROW_BYTES, block_n, term_bytes, terms, False, *done),)
   for j in range(GROUPS):
-    place, a, b = ds_pairs.after(*inside)[j, 0, 0, 0], ds[j, 0, 0], ds[j, 1, 0]
+    target, a, b = ds_pairs.after(*inside)[j, 0, 0, 0], ds[j, 0, 0], ds[j, 1, 0]
     count, term_bytes = block_n // PAIR, block_n // PAIR * ROW_BYTES
-    done = (AMX.pack(place, a, b, PAIR * ROW_BYTES, count, term_bytes, terms, True, *done),)
+    done = (AMX.pack(target, a, b, PAIR * ROW_BYTES, count, term_bytes, terms, True, *done),)
   return done[0], ds_pairs.after(*done)
 
 
@@ -174,8 +174,8 @@ def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp
     s,
     LeftOperand.transposed(left),
     n * BLOCK,
-    Placed(lambda j, step, term: right[term, step * LANES, c * BLOCK + j * LANES], width * 4),
-    Placed(lambda i, j: sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES], width * 4),
+    TileMap(lambda j, step, term: right[term, step * LANES, c * BLOCK + j * LANES], width * 4),
+    TileMap(lambda i, j: sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES], width * 4),
     PRODUCTS[terms],
     *within,
     n,
@@ -185,8 +185,8 @@ def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp
   )
   sums = sums.after(end.end(n, c))
   r, d = s.axis(min(block_n, N)), s.axis(D)
-  place = out.after(*within)[item, first + r, d]
-  return place.store(place.load() + sums[r, d].load()).end(r, d)
+  element = out.after(*within)[item, first + r, d]
+  return element.store(element.load() + sums[r, d].load()).end(r, d)
 
 
 SCHEDULE = Schedule(

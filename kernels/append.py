@@ -1,10 +1,10 @@
 """Writes new keys and values into a cache, in place, each sequence from a position of its own on.
 
-One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. A `Place` says
-which row of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there is
-none, nothing is written. A row in the cache's dtype is copied as words; others are rounded to 8 or 4 bits, to nearest,
-ties to even, after division by a scale: of the head, or of the row, which then maps its largest element to the largest
-number of the dtype.
+One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. An `Addressing`
+says which row of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there
+is none, nothing is written. A row in the cache's dtype is copied as words; others are rounded to 8 or 4 bits, to
+nearest, ties to even, after division by a scale: of the head, or of the row, which then maps its largest element to
+the largest number of the dtype.
 
 A `NormRope` says what becomes of keys before that: RMS norm and rotation. The kernel may do the same to the queries of
 the same positions, and writes them to memory of their own.
@@ -47,7 +47,7 @@ class NewKey:
     b: the sequence.
     position: its position there.
     end: the position after the last new key of the sequence.
-    tables: the buffers that a `Place` reads.
+    tables: the buffers that an `Addressing` reads.
   """
 
   b: UOp
@@ -56,7 +56,7 @@ class NewKey:
   tables: tuple[UOp, ...]
 
 
-class Place(Protocol):
+class Addressing(Protocol):
   """Where a cache keeps the keys of a sequence. Hashable."""
 
   def find(self, key: NewKey) -> tuple[UOp, UOp, UOp]:
@@ -143,7 +143,7 @@ def append(
   values: Operand,
   start: Callable[[UOp], UOp],
   lengths: Callable[[UOp], UOp],
-  place: Place,
+  addressing: Addressing,
   tables: tuple[UOp, ...],
   shape: tuple[int, int, int],
   name: str,
@@ -156,8 +156,8 @@ def append(
     keys, values: the new keys and values, (B * heads, M, D), and the cache.
     start: maps a sequence to the position of its first new key.
     lengths: maps a sequence to its number of new keys, at most M; those behind them are not written.
-    place: where the cache keeps a position.
-    tables: the buffers that `place` reads.
+    addressing: where the cache keeps a position.
+    tables: the buffers that `addressing` reads.
     shape: (B, heads, M) of the new keys.
     name: of the kernel.
     on_cpu: whether it is for a CPU.
@@ -178,7 +178,7 @@ def append(
     head, i = item // M, item % M
   b, h = head // heads, head % heads
   first, count, exists = start(b), lengths(b), i < M
-  kept, block, row = place.find(NewKey(b, first + i, first + count, tables))
+  kept, block, row = addressing.find(NewKey(b, first + i, first + count, tables))
   kept &= i < count
   if group > 1 and not on_cpu:
     kept &= member.eq(0)
@@ -231,8 +231,8 @@ class _Row:
     if x.row_scales is not None:
       scale = self._scale(parts, x.four or x.target.dtype)
       once = self.kept if self.lane is None else self.kept & self.lane.eq(0)
-      place = self.target * sizes(x.row_scales)[-1] + self.row
-      stores.append(x.row_scales.base[place.valid(once)].store(scale))
+      index = self.target * sizes(x.row_scales)[-1] + self.row
+      stores.append(x.row_scales.base[index.valid(once)].store(scale))
     elif x.head_scales is not None:
       batches, scaled = sizes(x.head_scales)
       scale = x.head_scales.base[(b if batches > 1 else 0) * scaled + (h if scaled > 1 else 0)].load()
@@ -291,8 +291,8 @@ class _Row:
       assert x.four is not None
       bits, codes = rounded_group([element(group * GROUP + i, within) for i in range(GROUP)], x.four)
       pairs = [codes[low] | (codes[high] << 4) for low, high in BYTES]
-      places = [*(group * len(BYTES) + i for i in range(len(BYTES))), group + D // 2]
-      stores = (memory[(start + at).valid(within)].store(byte) for at, byte in zip(places, (*pairs, bits), strict=True))
+      at = [*(group * len(BYTES) + i for i in range(len(BYTES))), group + D // 2]
+      stores = (memory[(start + i).valid(within)].store(byte) for i, byte in zip(at, (*pairs, bits), strict=True))
       return UOp.group(*stores)
 
     return self._each(D // GROUP, store)

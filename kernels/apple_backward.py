@@ -198,7 +198,7 @@ def streamed_tiles(
 class SimdgroupRows:
   """The `MatrixUnit` of a simdgroup: products of matrices of 8x8 on `row_tiles` tiles of 8 stationary rows.
 
-  A lane has one row of each tile. The place of an element is its tile, and its number among the columns of the lane.
+  A lane has one row of each tile. The index of an element is its tile, and its number among the columns of the lane.
 
   Attributes:
     mma: the matrix instruction.

@@ -164,7 +164,7 @@ class SimdgroupRows:
     return self.group.warp % self.tiles.slices * self.tiles.columns(self.Dv)
 
   @cached_property
-  def places(self) -> list[UOp]:
+  def lane_rows(self) -> list[UOp]:
     """This lane's rows; some may be past the last query."""
     block = self.group.block * self.tiles.block_m + self.group.warp // self.tiles.slices * self.tiles.m_tiles * SIZE
     return [block + i * SIZE + self.mma.row for i in range(self.tiles.m_tiles)]
@@ -172,7 +172,7 @@ class SimdgroupRows:
   @cached_property
   def rows(self) -> list[UOp]:
     """This lane's queries; the last query in place of those past the end."""
-    return [(row < self.M).where(row, self.M - 1) for row in self.places]
+    return [(row < self.M).where(row, self.M - 1) for row in self.lane_rows]
 
   def keys(self) -> tuple[UOp, list[int]]:
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
@@ -180,7 +180,7 @@ class SimdgroupRows:
 
   def load(self, q: HeadView, *after: UOp) -> list[list[Matrix]]:
     """Q as left operands, once `after` is done: for each tile of queries, one per eight columns."""
-    return self.mma.load(q, self.places, *after)
+    return self.mma.load(q, self.lane_rows, *after)
 
   def mma_abt(self, q: HeadView | list[list[Matrix]], k_tile: LocalTile) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
@@ -215,15 +215,15 @@ class SimdgroupRows:
   def store(self, o: UOp, lse: UOp | None, head: UOp, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of this lane's queries, unless they are past the last one."""
     stores = []
-    for i, (place, row) in enumerate(zip(self.places, self.rows, strict=True)):
+    for i, (lane_row, row) in enumerate(zip(self.lane_rows, self.rows, strict=True)):
       l_i = row_reduce(UOp.__add__, state.l_i[i].load())
       finished_row = rules.finished(state.m_i[i].load(), l_i, row, METAL.exp2)
       matrices = range(sizes(state.acc)[1])
       values = [state.acc[i, d, e].load() * finished_row.factor for d in matrices for e in range(PAIR)]
-      stores += self.mma.store(o, head, place, self.column, values)
+      stores += self.mma.store(o, head, lane_row, self.column, values)
       if lse is not None:
         first = (self.column + self.mma.column).eq(0)
-        stores += store_lse(lse, (place < self.M) & first, head, place, finished_row.numbers(lse))
+        stores += store_lse(lse, (lane_row < self.M) & first, head, lane_row, finished_row.numbers(lse))
     return stores
 
 

@@ -6,7 +6,7 @@ backward pass through all keys how often each query has chosen each of them.
 
 Storage: on GPUs a workgroup of `THREADS` threads has one list. For `list_keys` each thread has entries next to each
 other, and the numbers of valid ones meet in local memory. For `count_chosen` each thread has every `THREADS`-th key and
-goes through the whole list, so that no two of them write to one place and no order of theirs matters. On CPUs a work
+goes through the whole list, so that no two of them write to one element and no order of theirs matters. On CPUs a work
 item has one list.
 """
 
@@ -53,30 +53,30 @@ def list_keys(table: UOp, counts: UOp, indices: UOp, lengths: UOp | None = None,
     key = inside.where(indices.base[(item * top_k + j).valid(inside)].load(), UOp.const(-1, dtypes.int))
     return key, all_of(j < length, key >= 0, key < keys)
 
-  place = s.buffer(1, dtype=dtypes.int)  # of this thread's next valid entry
-  place = place.after(place.after(*axes)[0].store(ZERO))
+  count = s.buffer(1, dtype=dtypes.int)  # of this thread's next valid entry
+  count = count.after(count.after(*axes)[0].store(ZERO))
   total = None
   if not on_cpu:
     e = s.axis(own)
-    place = place.after(place[0].store(place.after(e)[0].load() + entry(e)[1]).end(e))
-    place, total = _before(s, place, thread)
+    count = count.after(count[0].store(count.after(e)[0].load() + entry(e)[1]).end(e))
+    count, total = _before(s, count, thread)
   e = s.axis(own)
-  at, (key, valid) = place.after(e)[0].load(), entry(e)
+  at, (key, valid) = count.after(e)[0].load(), entry(e)
   to = item * top_k + clamp(at.cast(dtypes.weakint), 0, top_k - 1)
   stored = table.base[to.valid(valid.ne(0))].store(key)
-  place = place.after(place.after(stored)[0].store(at + valid).end(e))
-  total = place[0].load() if total is None else total
+  count = count.after(count.after(stored)[0].store(at + valid).end(e))
+  total = count[0].load() if total is None else total
   e = s.axis(own)
   j = thread * own + e
   rest = table.base[(item * top_k + clamp(j, 0, top_k - 1)).valid(all_of(j < top_k, j >= total).ne(0))]
   once = counts.base[item if on_cpu else item.valid(thread.eq(0))].store(total)
-  return make_kernel(f"list_keys_{sequences}_{heads}_{top_k}", axes, rest.after(place).store(ZERO).end(e), once)
+  return make_kernel(f"list_keys_{sequences}_{heads}_{top_k}", axes, rest.after(count).store(ZERO).end(e), once)
 
 
-def _before(s: Scope, place: UOp, thread: UOp) -> tuple[UOp, UOp]:
-  """Return registers with the sum of `place` over all threads before this one, and the sum over all threads."""
+def _before(s: Scope, count: UOp, thread: UOp) -> tuple[UOp, UOp]:
+  """Return registers with the sum of `count` over all threads before this one, and the sum over all threads."""
   memory = s.buffer(THREADS, dtype=dtypes.int, space=AddrSpace.LOCAL)
-  memory = memory.after(UOp.barrier(memory[thread].store(place[0].load())))
+  memory = memory.after(UOp.barrier(memory[thread].store(count[0].load())))
   u, (before, total) = s.axis(THREADS), (s.buffer(1, dtype=dtypes.int) for _ in range(2))
   before, total = (x.after(x.after(memory)[0].store(ZERO)) for x in (before, total))
   of_u = memory[u].load()

@@ -4,7 +4,7 @@ Those get some queries at a time, read the keys that each has chosen, and leave 
 these. What belongs to one key is then added up in the order of the queries:
     `find_chosen`, `list_choosers`: for each key the rows that are its own
     `add_rows`: dK, or dV, += these rows
-    `put_queries`: dQ of the queries to its place
+    `put_queries`: dQ of the queries into the whole
 A key has a fixed order of summands, and one thread for each column adds them, so results are deterministic.
 
 Storage: for `list_choosers` each thread has a key; for `add_rows` a workgroup has a key, and for `put_queries` a query
@@ -41,19 +41,19 @@ def list_choosers(rows: UOp, times: UOp, totals: UOp, chosen: UOp, slots: UOp, *
   (B, heads, M, keys), s = sizes(chosen), Scope()
   item, thread = s.axis(B * heads * ceildiv(keys, THREADS), AxisType.GLOBAL), s.axis(THREADS, AxisType.LOCAL)
   key, head = item % ceildiv(keys, THREADS) * THREADS + thread, item // ceildiv(keys, THREADS)
-  place = s.buffer(1, dtype=dtypes.int)
-  place = place.after(place.after(thread, item)[0].store(ZERO))
+  count = s.buffer(1, dtype=dtypes.int)
+  count = count.after(count.after(thread, item)[0].store(ZERO))
   m = s.axis(M)
   begin = head * M * keys + key
   exists = key < keys
   count = chosen.base[(begin + m * keys).valid(exists)].load()
   is_chosen = all_of(exists, count.cast(dtypes.int) > 0)
-  at = place.after(m)[0].load()
+  at = count.after(m)[0].load()
   to = (begin + clamp(at.cast(dtypes.weakint), 0, M - 1) * keys).valid(is_chosen.ne(0))
   row = (m * top_k).cast(dtypes.int) + slots.base[(begin + m * keys).valid(is_chosen.ne(0))].load()
   stores = rows.base[to].store(row), times.base[to].store(count)
-  place = place.after(place.after(*stores)[0].store(at + is_chosen).end(m))
-  total = totals.base[(head * keys + key).valid(exists)].store(place[0].load())
+  count = count.after(count.after(*stores)[0].store(at + is_chosen).end(m))
+  total = totals.base[(head * keys + key).valid(exists)].store(count[0].load())
   return make_kernel(f"list_choosers_{B}_{heads}_{M}_{keys}_{top_k}", (thread, item), total)
 
 
@@ -74,10 +74,10 @@ def add_rows(sums: UOp, parts: UOp, rows: UOp, times: UOp, totals: UOp) -> UOp:
   acc = s.filled(0.0, len(columns), after=(thread, item))
   total = clamp(totals.base[head * keys + key].load().cast(dtypes.weakint), 0, M)
   e = s.axis(blurred(total), AxisType.REDUCE)
-  place = (head * M + clamp(e, 0, M - 1)) * keys + key
-  row = clamp(rows.base[place].load().cast(dtypes.weakint), 0, M * top_k - 1)
+  index = (head * M + clamp(e, 0, M - 1)) * keys + key
+  row = clamp(rows.base[index].load().cast(dtypes.weakint), 0, M * top_k - 1)
   start = (((b * M + row // top_k) * kv_heads + h) * top_k + row % top_k) * D
-  factor = times.base[place].load().cast(dtypes.float)
+  factor = times.base[index].load().cast(dtypes.float)
   stores = []
   for i, d in enumerate(columns):
     x = parts.base[(start + d).valid(d < D) if d.vmax >= D else start + d].load().cast(dtypes.float)
@@ -104,6 +104,6 @@ def put_queries(to: UOp, part: UOp, first: UOp) -> UOp:
   row, d = item // blocks, item % blocks * THREADS + thread
   query = first.base[0].load().cast(dtypes.weakint) + row % count
   inside = all_of(query < M, d < width).ne(0)
-  place = ((row // count * M + clamp(query, 0, M - 1)) * width + d).valid(inside)
+  index = ((row // count * M + clamp(query, 0, M - 1)) * width + d).valid(inside)
   value = part.base[(row * width + d).valid(d < width)].load().cast(to.dtype)
-  return make_kernel(f"put_queries_{B}_{M}_{count}_{width}", (thread, item), to.base[place].store(value))
+  return make_kernel(f"put_queries_{B}_{M}_{count}_{width}", (thread, item), to.base[index].store(value))

@@ -89,8 +89,8 @@ def on_gpu(dialect: Dialect, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp 
   weights = [_weight(number(t, 0, -inf), number(t, 1, 0.0), highest[0].load(), power) for t in some(step)]
   stores = [total[0].store(reduce(UOp.__add__, weights, total.after(step)[0].load()))]
   for i, d in enumerate(columns):
-    places = [((t < splits) & (d < Dv), head * splits + t, row, d) for t in some(step)]
-    terms = [weight * gated(partial_o, *place).load() for weight, place in zip(weights, places, strict=True)]
+    elements = [((t < splits) & (d < Dv), head * splits + t, row, d) for t in some(step)]
+    terms = [weight * gated(partial_o, *element).load() for weight, element in zip(weights, elements, strict=True)]
     stores.append(acc[i].store(reduce(UOp.__add__, terms, acc.after(step)[i].load())))
   end = UOp.group(*stores).end(step)
   finished = normalize(highest[0].load(), total.after(end)[0].load(), rules.at(head).sink(row), power)
@@ -98,8 +98,8 @@ def on_gpu(dialect: Dialect, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp 
   for i, d in enumerate(columns):
     value = acc.after(end)[i].load() * finished.factor
     if dialect is HIP and o.dtype in LARGEST:
-      place = row_start(o, head, row) + d
-      stores.append(as_type(o, dtypes.uchar)[place.valid(d < Dv)].store(rounded_bits(value, o.dtype)))
+      index = row_start(o, head, row) + d
+      stores.append(as_type(o, dtypes.uchar)[index.valid(d < Dv)].store(rounded_bits(value, o.dtype)))
     else:
       stores.append(gated(o, d < Dv, head, row, d).store(value.cast(o.dtype)))
   stores += [] if lse is None else [gated(lse, lane.eq(0), head, row).store(finished.lse)]

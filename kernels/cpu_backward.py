@@ -153,8 +153,8 @@ def add_product(
   out = out.after(*loop.axes)
 
   def add(key: UOp, r: int, d: UOp, x: UOp) -> UOp:
-    place = out[block.item, tile.first + key + r, d]
-    return place.store(place.load() + x)
+    element = out[block.item, tile.first + key + r, d]
+    return element.store(element.load() + x)
 
   return multiply_transposed(s, left, right, sizes(out)[2], add, tiles, loop)
 
@@ -175,8 +175,8 @@ def add_to_chosen(
   )
   n, d = s.axis(block_n), s.axis(D)
   row = pages.row(tile.rules.b, block.kv_head, tile.first + n, tile.rules.length)  # among those of all key heads
-  place = out.after(*loop.axes)[block.item, clamp(row - block.kv_head * N, 0, N - 1), d]
-  return place.store(place.load() + product[n, d].load()).end(d).end(n)
+  element = out.after(*loop.axes)[block.item, clamp(row - block.kv_head * N, 0, N - 1), d]
+  return element.store(element.load() + product[n, d].load()).end(d).end(n)
 
 
 def multiply_transposed(
@@ -225,8 +225,8 @@ def store_rows(s: Scope, dq: UOp, block: Block, dq_t: UOp) -> UOp:
   """Store the gradient of the block's queries."""
   (Dk, block_m), M = sizes(dq_t), sizes(dq)[1]
   d, m = s.axis(Dk), s.axis(min(block_m, M))  # the other lanes are past M in every block
-  place = gated(dq, block.exists(m), block.head, block.row(m), d)
-  return place.store(dq_t[d, m].cast(dq.dtype)).end(d, m)
+  element = gated(dq, block.exists(m), block.head, block.row(m), d)
+  return element.store(dq_t[d, m].cast(dq.dtype)).end(d, m)
 
 
 SCHEDULE = Schedule(

@@ -20,7 +20,7 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import Loop, Scope, gated, make_kernel
 from uopattn.dsl.cpu.gradients import Block, Gradients, each_score, load_row_sums, load_rows, transpose
 from uopattn.dsl.cpu.mainloop import KeyTile, load_tile
-from uopattn.dsl.rules.bias import BiasWork, Item, Places
+from uopattn.dsl.rules.bias import BiasWork, IndexedBy, Item
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, BackwardInputs, Kernel, Schedule
 from uopattn.dsl.scope import clamp, least
@@ -100,12 +100,12 @@ def _store(s: Scope, dbias: UOp, work: BiasWork, item: UOp, acc: UOp) -> UOp:
   """Store an item's sums, (block_n, block_m)."""
   group, head = work.group(item), work.kept_head(item)
   m, n = s.axis(work.block_m), s.axis(work.block_n)
-  if work.bias.places is Places.PAIRS:
+  if work.bias.indexed_by is IndexedBy.PAIRS:
     row, key = group // work.tiles * work.block_m + m, group % work.tiles * work.block_n + n
-    place = gated(dbias, (row < work.M) & (key < work.N), head, row, key)
+    element = gated(dbias, (row < work.M) & (key < work.N), head, row, key)
   else:
-    place = dbias[head, work.split(item), group, m, n]
-  return place.store(acc[n, m].load().cast(dbias.dtype)).end(m, n)
+    element = dbias[head, work.split(item), group, m, n]
+  return element.store(acc[n, m].load().cast(dbias.dtype)).end(m, n)
 
 
 SCHEDULE = Schedule(

@@ -195,8 +195,10 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
 
       def dots(before: UOp, i: UOp) -> list[UOp]:
         d = begin + i * width
-        places = [(before[a, 0], q[first_row + a // keys, d], k.place(key + a % keys, d)) for a in range(rows * keys)]
-        return fetches(i) + [CPU.dot_pairs(*place) for place in places]
+        operands = [
+          (before[a, 0], q[first_row + a // keys, d], k.address(key + a % keys, d)) for a in range(rows * keys)
+        ]
+        return fetches(i) + [CPU.dot_pairs(*x) for x in operands]
 
       acc = add_steps(s, acc, chunks, dots) if tiles.pairs else accumulate(s, acc, chunks, width, term, fetches)
       chunks_before += chunks
@@ -266,8 +268,8 @@ def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, within: tuple[UOp, ...]) ->
 
   def rescaled(r: int) -> UOp:
     w = s.axis(lanes)
-    place = l_old[r, w]
-    return place.store(place * alpha[r] + total[r, w]).end(w)
+    element = l_old[r, w]
+    return element.store(element * alpha[r] + total[r, w]).end(w)
 
   # Rows are unrolled: from a loop over them clang would make vectors of rows, with gathers.
   return UOp.group(*[rescaled(r) for r in range(rows)])
@@ -311,12 +313,12 @@ def multiply_pv(
 
     def dots(before: UOp, i: UOp) -> list[UOp]:
       n = i * 2
-      places = [
-        (before[r, at], weights[first_row + r, n], v.place(n, column + at), v.place(n + 1, column + at))
+      operands = [
+        (before[r, at], weights[first_row + r, n], v.address(n, column + at), v.address(n + 1, column + at))
         for r in range(rows)
         for at in range(0, columns, tiles.lanes)
       ]
-      return fetches(i) + [CPU.weighted_pair(*place) for place in places]
+      return fetches(i) + [CPU.weighted_pair(*x) for x in operands]
 
     out = zeros(s, rows * len(planes), columns, inner)
     steps = block_n // keys
@@ -325,8 +327,8 @@ def multiply_pv(
     stores = []
     for a in range(rows * len(planes)):
       row, plane = first_row + a // len(planes), planes[a % len(planes)]
-      place = acc[row, column + m if nibbles is None else plane * nibbles.planes.size + column + m]
-      stores.append(place.store(place * alpha[row] + out[a, m]))
+      element = acc[row, column + m if nibbles is None else plane * nibbles.planes.size + column + m]
+      stores.append(element.store(element * alpha[row] + out[a, m]))
     ends.append(UOp.group(*stores).end(strip, row_strip, m))
   return UOp.group(*ends)
 
@@ -346,9 +348,9 @@ def column_strips(v: KeyRows, tiles: Tiles) -> list[tuple[range, int, int, int]]
 def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp, planes: Planes | None) -> UOp:
   """Store the output, O times a factor per row; O is plane by plane if `planes` is given."""
   r, d = (s.axis(size) for size in sizes(acc))
-  place = d if planes is None else planes.place(d)
+  column = d if planes is None else planes.lane_of(d)
   # If no key exists, what was read instead may be NaN.
-  value = (block.rules.length > 0).where(acc[r, place] * factor[r], 0.0)
+  value = (block.rules.length > 0).where(acc[r, column] * factor[r], 0.0)
   return o[block.result, block.row(r), d].store(value.cast(o.dtype)).end(r, d)
 
 

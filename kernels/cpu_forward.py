@@ -165,8 +165,8 @@ def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: in
 def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp, lanes: int) -> UOp:
   """Store the output, O^T times a factor per row; rows past M are not stored."""
   d, m = s.axis(sizes(acc)[0]), s.axis(lanes)
-  place = gated(o, block.exists(m), block.result, block.row(m), d)
-  return place.store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)
+  element = gated(o, block.exists(m), block.result, block.row(m), d)
+  return element.store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)
 
 
 def product(s: Scope, rows: int, left: Callable[[int, UOp], UOp], right: UOp, within: tuple[UOp, ...]) -> UOp:

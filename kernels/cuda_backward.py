@@ -267,7 +267,7 @@ class WarpMma:
 
   def score_rows(self, first: UOp, row_stats: Callable[[UOp], tuple[UOp, UOp]]) -> list[ScoreRow]:
     """This lane's score rows if its rows are queries, of keys from `first` on; `row_stats` gives lse and delta."""
-    lse_and_delta = {place: row_stats(row) for place, row in self.rows.items()}
+    lse_and_delta = {index: row_stats(row) for index, row in self.rows.items()}
     return score_rows_by_row(self.rows, lse_and_delta, first, self.tiles.block, self.group.lane)
 
   def copy(self, sources: list[HeadView], *after: UOp) -> list[UOp]:

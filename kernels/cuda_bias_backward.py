@@ -78,9 +78,9 @@ def backward_bias(
   name = inputs.kernel_name("_bias", rules)
   if (pairs := trips.of_pairs) is None:
     return trips.item.kernel(name, trips.store(dbias, total.acc, rows))
-  place, key = pairs
+  group, key = pairs
   acc = total.acc.reshape(own.row_tiles, own.block // MMA_N, 4)
-  return trips.item.kernel(name, replace(unit, group=place).store(dbias, acc, 1.0, key, pairs=True))
+  return trips.item.kernel(name, replace(unit, group=group).store(dbias, acc, 1.0, key, pairs=True))
 
 
 def over_trips(

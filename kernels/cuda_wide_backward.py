@@ -138,8 +138,8 @@ class WideMma(WarpMma):
 
   def elements(self, acc: UOp) -> Elements:
     """The scores in accumulators."""
-    places = product(range(self.tiles.row_tiles), range(self.tiles.block // MMA_N), range(4))
-    return {(i, n, e): acc[i, n, e].load() for i, n, e in places}
+    indices = product(range(self.tiles.row_tiles), range(self.tiles.block // MMA_N), range(4))
+    return {(i, n, e): acc[i, n, e].load() for i, n, e in indices}
 
   def stores(self, acc: UOp, elements: Elements) -> list[UOp]:
     """Store scores to accumulators."""

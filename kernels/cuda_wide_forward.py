@@ -263,7 +263,7 @@ class GroupExchange:
     lane, words, slices = self.group.lane, len(values), self.tiles.slices
     chunks, quads = ceildiv(words, QUAD), WARP // QUAD
 
-    def place(warp: UOp, chunk: int) -> UOp:
+    def word_of(warp: UOp, chunk: int) -> UOp:
       return ((warp * chunks + chunk) * quads + lane // QUAD) * QUAD
 
     stores = []
@@ -272,10 +272,10 @@ class GroupExchange:
       word = own[0]
       for t in range(1, QUAD):
         word = (lane % QUAD).eq(t).where(own[t], word)
-      stores.append(CUDA.store_word(self.row[place(self.group.warp, chunk) + lane % QUAD], word.bitcast(dtypes.uint)))
+      stores.append(CUDA.store_word(self.row[word_of(self.group.warp, chunk) + lane % QUAD], word.bitcast(dtypes.uint)))
     there, first = self.row.after(UOp.barrier(*stores)), self.group.warp // slices * slices
     return [
-      [there[place(first + j, i // QUAD) + i % QUAD].load().bitcast(dtypes.float) for j in range(slices)]
+      [there[word_of(first + j, i // QUAD) + i % QUAD].load().bitcast(dtypes.float) for j in range(slices)]
       for i in range(words)
     ]
 
@@ -289,7 +289,7 @@ class GroupExchange:
     """Store the words of this warp's left operands: for each tile of queries, one per step along its keys."""
     steps, slice_ = self.tiles.keys // self.tiles.step, self.group.warp % self.tiles.slices
     return [
-      CUDA.store_chunk(self.p[self._place(i, slice_ * steps + step)], *words)
+      CUDA.store_chunk(self.p[self._offset(i, slice_ * steps + step)], *words)
       for i, tile in enumerate(operands)
       for step, words in enumerate(tile)
     ]
@@ -298,10 +298,10 @@ class GroupExchange:
     """Load the words of all left operands of the tile."""
     p, steps = self.p.after(*after), range(self.tiles.block_n // self.tiles.step)
     return [
-      [[p[self._place(i, step) + w].load() for w in range(WORDS)] for step in steps] for i in range(self.tiles.m_tiles)
+      [[p[self._offset(i, step) + w].load() for w in range(WORDS)] for step in steps] for i in range(self.tiles.m_tiles)
     ]
 
-  def _place(self, i: int, step: UOp | int) -> UOp:
+  def _offset(self, i: int, step: UOp | int) -> UOp:
     tile = self.group.warp // self.tiles.slices * self.tiles.m_tiles + i
     return ((tile * (self.tiles.block_n // self.tiles.step) + step) * WARP + self.group.lane) * WORDS
 

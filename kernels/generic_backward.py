@@ -176,7 +176,7 @@ def backward_kv(dk: UOp, dv: UOp, inputs: BackwardInputs, *, rules: Rules, tiles
 class ThreadRows:
   """The `MatrixUnit` of a workgroup: each thread has `Tiles.own` stationary rows, and a share of all columns.
 
-  The place of an element is its row and its column among those of the thread.
+  The index of an element is its row and its column among those of the thread.
 
   Attributes:
     grid: the position of this thread.

@@ -162,14 +162,14 @@ class ThreadRows:
   p_memory: UOp
 
   @cached_property
-  def places(self) -> list[UOp]:
+  def lane_rows(self) -> list[UOp]:
     """This thread's rows; some may be past the last query."""
     return [self.group.block * self.tiles.block_m + self.grid.first + i for i in range(self.tiles.rows)]
 
   @cached_property
   def rows(self) -> list[UOp]:
     """This thread's queries; the last query in place of those past the end."""
-    return [(row < self.M).where(row, self.M - 1) for row in self.places]
+    return [(row < self.M).where(row, self.M - 1) for row in self.lane_rows]
 
   def keys(self) -> tuple[UOp, range]:
     """The first key of a tile that this thread has scores of, and the offsets of all of them from it."""
@@ -214,13 +214,13 @@ class ThreadRows:
     """Store the output and the LSE of this thread's queries, unless they are past the last one."""
     sums, stores = self.grid.reduced([state.l_i[i].load() for i in range(self.tiles.rows)], UOp.__add__), []
     first, offsets = self.grid.columns(self.Dv)
-    for i, (place, row, l_i) in enumerate(zip(self.places, self.rows, sums, strict=True)):
+    for i, (lane_row, row, l_i) in enumerate(zip(self.lane_rows, self.rows, sums, strict=True)):
       finished_row = rules.finished(state.m_i[i].load(), l_i, row, GENERIC.exp2)
       for j in offsets:
-        at, value = gated(o, contains(o, place, first + j), head, place, first + j), state.acc[i, j].load()
+        at, value = gated(o, contains(o, lane_row, first + j), head, lane_row, first + j), state.acc[i, j].load()
         stores.append(at.store((value * finished_row.factor).cast(o.dtype)))
       if lse is not None:
-        stores += store_lse(lse, (place < self.M) & self.grid.share.eq(0), head, place, finished_row.numbers(lse))
+        stores += store_lse(lse, (lane_row < self.M) & self.grid.share.eq(0), head, lane_row, finished_row.numbers(lse))
     return stores
 
 

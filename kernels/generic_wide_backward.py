@@ -117,7 +117,7 @@ class WideRows(ThreadRows):
   def store_elements(self, x: UOp, elements: Elements, first: UOp) -> list[UOp]:
     """Store a tile of scores to this thread's rows of x, from column `first` on."""
     acc = self.grid.s.buffer(self.tiles.own, self.tiles.block // self.tiles.across)
-    return self.store(x, acc.after(*(acc[place].store(value) for place, value in elements.items())), 1.0, first)
+    return self.store(x, acc.after(*(acc[i].store(value) for i, value in elements.items())), 1.0, first)
 
 
 SCHEDULE = Schedule(

@@ -127,7 +127,7 @@ def backward_q(dq: UOp, inputs: BackwardInputs, *, rules: Rules, tiles: Tiles) -
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   rows, stats = rows_of(group, tiles), RowStats(CUDA, lse, delta, group.head, rules.moves)
-  row_stats = {place: stats.of(row, True) for place, row in rows.items()}
+  row_stats = {index: stats.of(row, True) for index, row in rows.items()}
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
     return score_rows_by_row(rows, row_stats, first, tiles.block, group.lane), after

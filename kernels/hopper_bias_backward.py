@@ -86,9 +86,9 @@ def backward_bias(
   name = inputs.kernel_name("_bias", rules)
   if (pairs := trips.of_pairs) is None:
     return trips.item.kernel(name, trips.store(dbias, acc, rows))
-  place, key = pairs
-  epilogue = Epilogue(dbias, place.head, place.lane, first=key, pairs=True)
-  return trips.item.kernel(name, epilogue.store_halves(rows_of(place, own).values(), acc, 1.0))
+  group, key = pairs
+  epilogue = Epilogue(dbias, group.head, group.lane, first=key, pairs=True)
+  return trips.item.kernel(name, epilogue.store_halves(rows_of(group, own).values(), acc, 1.0))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TripUnit:
   ) -> list[ScoreRow]:
     """This lane's score rows of `width` keys from `first` on, None for all of a tile; see `RowUnit`."""
     rows = rows_of(self.group, self.tiles.loop)
-    lse_and_delta = {place: row_stats(row) for place, row in rows.items()}
+    lse_and_delta = {index: row_stats(row) for index, row in rows.items()}
     return score_rows_by_row(rows, lse_and_delta, first, width or self.tiles.block_n, self.group.lane)
 
   def add(self, tiles: Sequence[SwizzledTiles], first: UOp, masked: bool, acc: UOp) -> UOp:

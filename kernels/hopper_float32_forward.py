@@ -182,9 +182,9 @@ def forward(
   s = Scope()
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (of_keys + of_values)))
   # How many workgroups run at once matters only to persistent ones.
-  scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, places=1, persistent=False)
+  scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, concurrent=1, persistent=False)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
-  head, block = scheduler.place(group.item, UOp.const(0))
+  head, block = scheduler.work_tile(group.item, UOp.const(0))
   head_rules = rules.at(head)
   views = head_rules.keys(k_terms), head_rules.keys(v_terms)
   if not all(map(fits, views)):

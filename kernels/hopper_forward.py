@@ -192,7 +192,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   before = (blocks * tiles.block_m - M) // wgmma.M * wgmma.M if diverges else 0
 
   def work_tile(trip: UOp) -> WorkTile:
-    head, block = scheduler.place(group.item, trip)
+    head, block = scheduler.work_tile(group.item, trip)
     head_rules, row = rules.at(head), block * tiles.block_m - before
     key_range = head_rules.key_range(row, tiles.block_m, tiles.block_n)
     key_range = key_range if order is Order.FULL_FIRST else key_range.last_first()
@@ -211,8 +211,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   mine = work_tile(trip.number)
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   q_words = s.buffer(round_up(Dk, wgmma.K) // 4, dtype=dtypes.uint) if tiles.in_registers else None
-  place = mine.rules, mine.key_range, tiles.block_n, diverges
-  main = OverlappedMainloop(s, group, q.dtype, trip, scores, rows, *place, ping_pong=ping_pong, q_words=q_words)
+  attended = mine.rules, mine.key_range, tiles.block_n, diverges
+  main = OverlappedMainloop(s, group, q.dtype, trip, scores, rows, *attended, ping_pong=ping_pong, q_words=q_words)
   state = State.make(
     s, tiles.p_words, round_up(Dv, 16), group.item, trip.entry, separate_pv=tiles.step == 32, lags=True
   )

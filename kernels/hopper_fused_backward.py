@@ -161,9 +161,9 @@ def preferred(problem: Problem, target: Target) -> bool:
   """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for each other."""
   p = problem
   blocks, kv_heads = ceildiv(p.N, Tiles.of(p).rows), p.B * p.Hkv
-  places = target.multiprocessors
-  first_wave = min(blocks, places / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
-  tiles = ceildiv(kv_heads * blocks, places) * p.group * ceildiv(p.M, BLOCK)
+  concurrent = target.multiprocessors
+  first_wave = min(blocks, concurrent / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
+  tiles = ceildiv(kv_heads * blocks, concurrent) * p.group * ceildiv(p.M, BLOCK)
   return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
 
@@ -282,7 +282,7 @@ def workgroup_of_keys(s: Scope, kv_heads: int, blocks: int, heads: int, tiles: T
   """The workgroup of a block of keys. They start in the order of their keys, in sections of `heads` key heads."""
   scheduler = TileScheduler(kv_heads, blocks, heads, True, kv_heads * blocks)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
-  group.head, backwards = scheduler.place(group.item, UOp.const(0))
+  group.head, backwards = scheduler.work_tile(group.item, UOp.const(0))
   group.block = blocks - 1 - backwards
   return group
 
@@ -500,12 +500,12 @@ class Mainloop:
       form = wgmma.Form.BY_ROWS_ADDED
       first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
       left, right = ds.base + first, k.base + first
-      partial_dq = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.places()]
+      partial_dq = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.dq_offsets()]
       after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(partial_dq))
     a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
     return wgmma.start(self.dtype, PART, steps, part[0], a, b, (ds.panel, k.panel), *after, form=form)
 
-  def places(self) -> list[UOp]:
+  def dq_offsets(self) -> list[UOp]:
     """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
     part = self.warpgroup * self.splits_columns * (PART // MMA_N)
     return [
@@ -515,8 +515,8 @@ class Mainloop:
   def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
     """Store this warpgroup's part of dQ to shared memory."""
     memory, words = self.dq.after(*after), [part[i].load().bitcast(dtypes.uint) for i in range(PART // 2)]
-    places = self.places()
-    return [CUDA.store_chunk(memory[places[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
+    offsets = self.dq_offsets()
+    return [CUDA.store_chunk(memory[offsets[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
 
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, 2, round_up(p.M, BLOCK)), in_float32, scratch=True)

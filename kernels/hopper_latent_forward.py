@@ -114,10 +114,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   half = tiles.columns(Dv)
   group, head_rules, key_range, rows = split_of_keys(s, o, q, rules, tiles, tiles.block_n)
   queries, keys = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k)
-  place = keys.strides
-  if place is None or not all(fits(x, of_one_head=True) for x in (queries, keys)):
+  strides = keys.strides
+  if strides is None or not all(fits(x, of_one_head=True) for x in (queries, keys)):
     raise ValueError("q and k must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
-  others = replace(keys, size=Dk - half, strides=place._replace(offset=place.offset + half))
+  others = replace(keys, size=Dk - half, strides=strides._replace(offset=strides.offset + half))
   work_tile = WorkTile(group.block, (queries, replace(keys, size=half), others), singles(key_range))
 
   exchange = Seesaw.of(s, group)
@@ -275,10 +275,10 @@ class Mainloop(wgmma_mainloop.Mainloop):
     k, v, q = self.pipe.k, self.pipe.v, self.pipe.q.tile(UOp.const(0), *after)
     first, second = k.tile(n_tile, *after), v.tile(n_tile, *after)
     steps, to, panels = first.columns // wgmma.K, self.scores[0], (q.panel, first.panel)
-    others, place = q.columns // wgmma.K - steps, q.memory[q.base + first.columns // wgmma.PANEL * q.panel]
+    others, address = q.columns // wgmma.K - steps, q.memory[q.base + first.columns // wgmma.PANEL * q.panel]
     started = wgmma.start(self.dtype, KEYS, steps, to, q.address(), first.address(), panels, k.wait(n_tile, *after))
     arrived, form = v.wait(n_tile, started), wgmma.Form.ADDED
-    started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, form=form)
+    started = wgmma.start(self.dtype, KEYS, others, to, address, second.address(), panels, arrived, form=form)
     return wgmma.wait(0, KEYS, to, started)
 
   def add(self, n_tile: UOp, state: State, *after: UOp) -> UOp:

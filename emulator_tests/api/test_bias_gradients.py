@@ -156,7 +156,7 @@ def test_only_kernels_of_wanted_gradients_are_made(wanted: str, monkeypatch: pyt
   launch = bias.bias_launch
 
   def launched(spec: Any, target: Any) -> Any:
-    made.append(spec.bias.places.name)
+    made.append(spec.bias.indexed_by.name)
     return launch(spec, target)
 
   monkeypatch.setattr(bias, "bias_launch", launched)

@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn.dsl.gpu import bias_mainloop
-from uopattn.dsl.rules.bias import Bias, BiasWork, Places
+from uopattn.dsl.rules.bias import Bias, BiasWork, IndexedBy
 from uopattn.kernels import amd_backward, apple_backward, cuda_backward, generic_backward, hopper_backward
 from uopattn.plan import gradient
 from uopattn.plan.dispatch import bias_launch
@@ -70,43 +70,45 @@ def looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, c: Any) -> Any:
 
 KINDS = {
   "pairs": Kind(
-    Bias(False, True, Places.PAIRS), (2, 4, 2, 37, 48, 16, 24), {"attn_mask": normal(1, 4, 37, 48), "softcap": 3.0}
+    Bias(False, True, IndexedBy.PAIRS), (2, 4, 2, 37, 48, 16, 24), {"attn_mask": normal(1, 4, 37, 48), "softcap": 3.0}
   ),
   "pairs in 16 bits, causal": Kind(
-    Bias(False, True, Places.PAIRS),
+    Bias(False, True, IndexedBy.PAIRS),
     (3, 2, 1, 70, 136, 16, 16),
     {"attn_mask": normal(1, 2, 70, 136).astype(np.float16), "is_causal": True},
   ),
   "pairs of some queries": Kind(
-    Bias(False, False, Places.PAIRS, (0, 0), count=128),
+    Bias(False, False, IndexedBy.PAIRS, (0, 0), count=128),
     (1, 2, 2, 270, 20, 16, 16),
     {"score_mod": looked_up, "aux": (normal(8), np.random.default_rng(3).integers(0, 8, (270, 20)).astype(np.int32))},
     first=128,
   ),
   "queries": Kind(
-    Bias(False, True, Places.QUERIES), (2, 2, 1, 40, 90, 16, 16), {"attn_mask": normal(1, 2, 40, 1), "window": (20, 10)}
+    Bias(False, True, IndexedBy.QUERIES),
+    (2, 2, 1, 40, 90, 16, 16),
+    {"attn_mask": normal(1, 2, 40, 1), "window": (20, 10)},
   ),
   "keys": Kind(
-    Bias(True, False, Places.KEYS),
+    Bias(True, False, IndexedBy.KEYS),
     (2, 2, 1, 70, 45, 16, 16),
     {"attn_mask": normal(2, 1, 1, 45), "kv_lengths": np.array([0, 33]), "is_causal": True},
     splits=2,
   ),
   "slopes": Kind(
-    Bias(False, True, Places.ALL, (0, 0)),
+    Bias(False, True, IndexedBy.ALL, (0, 0)),
     (2, 2, 1, 70, 90, 32, 16),
     {"score_mod": sloped, "aux": (normal(2),), "is_causal": True, "q_start": np.array([20, 5])},
     lambda b, h, i, j: (j - i) * 0.1,
     splits=2,
   ),
   "distances": Kind(
-    Bias(False, False, Places.DISTANCES, (0, 0)),
+    Bias(False, False, IndexedBy.DISTANCES, (0, 0)),
     (1, 2, 2, 50, 70, 16, 16),
     {"score_mod": by_distance, "aux": (normal(130),), "dropout_p": P, "kept": kept_by_seed((1, 2), 1, 2, 50, 70)},
     splits=3,
   ),
   "distances in a window": Kind(
-    Bias(False, True, Places.DISTANCES, (0, 0)),
+    Bias(False, True, IndexedBy.DISTANCES, (0, 0)),
     (3, 2, 2, 70, 100, 16, 16),
     {"score_mod": by_head_and_distance, "aux": (normal(2, 200),), "window": (30, 5)},
     splits=2,
@@ -227,14 +229,14 @@ def collected(x: Array, work: BiasWork) -> Array:
   """What a kernel leaves, in the shape of `uopattn.proof.bias.sums`."""
   bias, x = work.bias, x.astype(np.float64)
   heads = work.B if bias.batches else 1, work.H if bias.heads else 1
-  if bias.places is Places.PAIRS:
+  if bias.indexed_by is IndexedBy.PAIRS:
     return x.reshape(*heads, work.M, work.N)
   x = x.sum(1).reshape(*heads, *x.shape[2:])
-  if bias.places is Places.QUERIES:
+  if bias.indexed_by is IndexedBy.QUERIES:
     return x.sum(-1).reshape(*heads, -1, 1)[:, :, : work.M]
-  if bias.places is Places.KEYS:
+  if bias.indexed_by is IndexedBy.KEYS:
     return x.sum(-2).reshape(*heads, 1, -1)[..., : work.N]
-  if bias.places is Places.ALL:
+  if bias.indexed_by is IndexedBy.ALL:
     return x.sum((2, 3, 4)).reshape(*heads, 1, 1)
   size, found = work.block_m, np.zeros((*heads, 1, work.M + work.N - 1))
   for group, m, n in np.ndindex(x.shape[2:]):

@@ -13,7 +13,7 @@ from tinygrad import UOp
 
 from uopattn.dsl.gpu.terms import PAIRS
 from uopattn.dsl.instructions import Cuda
-from uopattn.dsl.rules.bias import Bias, Places
+from uopattn.dsl.rules.bias import Bias, IndexedBy
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
@@ -216,17 +216,17 @@ def test_wide_backward_does_not_spill(arch: str, dtype: str) -> None:
   [
     pytest.param(arch, places, dtype, D, marks=() if (arch, D) == ("sm_80", 128) else pytest.mark.slow)
     for arch, dtypes in (("sm_75", ("float16",)), ("sm_80", ("float16", "float32")), ("sm_90", ("float16", "float32")))
-    for places in (Places.PAIRS, Places.DISTANCES, Places.ALL)
+    for places in (IndexedBy.PAIRS, IndexedBy.DISTANCES, IndexedBy.ALL)
     for dtype in dtypes
     for D in (64, 128)
   ],
 )
 @pytest.mark.each("places", "dtype", evenly=True)
-def test_gradients_of_biases_do_not_spill(arch: str, places: Places, dtype: str, D: int) -> None:
-  masks = Window.of(None, 0 if places is Places.ALL else None)
+def test_gradients_of_biases_do_not_spill(arch: str, places: IndexedBy, dtype: str, D: int) -> None:
+  masks = Window.of(None, 0 if places is IndexedBy.ALL else None)
   of_bias = replace(spec(D), masks=masks, dtype=TYPES[dtype], bias=Bias(True, True, places))
   said = by_nvcc(rendered(bias_launch(of_bias, Target("CUDA", arch)).graph(), arch), arch)[1]
-  once = 8 if (places, dtype, D) == (Places.ALL, "float32", 128) else 0
+  once = 8 if (places, dtype, D) == (IndexedBy.ALL, "float32", 128) else 0
   assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") <= once
 
 

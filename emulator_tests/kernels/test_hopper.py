@@ -170,7 +170,7 @@ def test_every_job_is_done_once_and_workgroups_do_as_much(
     done, work = Counter[tuple[int, ...]](), [0] * scheduler.workgroups
     for workgroup in range(scheduler.workgroups):
       for trip in range(number(scheduler.trips(UOp.const(workgroup)))):
-        head, block = map(number, scheduler.place(UOp.const(workgroup), UOp.const(trip)))
+        head, block = map(number, scheduler.work_tile(UOp.const(workgroup), UOp.const(trip)))
         done[head, block] += 1
         work[workgroup] += block + 1 if longest_last else 1
     assert done == Counter((head, block) for head in range(heads) for block in range(blocks))

@@ -22,7 +22,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention, flash
 from uopattn.dsl.gpu import bias_mainloop
-from uopattn.dsl.rules.bias import Bias, BiasWork, Places
+from uopattn.dsl.rules.bias import Bias, BiasWork, IndexedBy
 from uopattn.plan import gradient
 from uopattn.plan.dispatch import (
   all_schedules_on,
@@ -163,12 +163,12 @@ def test_probes_of_4_bits_in_pages_are_right(stored: str) -> None:
 
 # Of each kind, and of some of the queries, by which a mask and what a score_mod reads may go.
 BIASES = [
-  (Bias(False, True, Places.PAIRS), ("attn_mask float -hmn", "is_causal")),
-  (Bias(True, False, Places.KEYS), ("attn_mask float b--n",)),
-  (Bias(False, True, Places.QUERIES, (0, 0)), ("score_mod", "window left")),
-  (Bias(False, False, Places.ALL, (0, 0)), ("score_mod", "attn_mask bool --mn")),
-  (Bias(False, True, Places.DISTANCES, (0, 0)), ("score_mod", "kv_lengths Tensor")),
-  (Bias(False, False, Places.PAIRS, (0, 0), 64), ("score_mod",)),
+  (Bias(False, True, IndexedBy.PAIRS), ("attn_mask float -hmn", "is_causal")),
+  (Bias(True, False, IndexedBy.KEYS), ("attn_mask float b--n",)),
+  (Bias(False, True, IndexedBy.QUERIES, (0, 0)), ("score_mod", "window left")),
+  (Bias(False, False, IndexedBy.ALL, (0, 0)), ("score_mod", "attn_mask bool --mn")),
+  (Bias(False, True, IndexedBy.DISTANCES, (0, 0)), ("score_mod", "kv_lengths Tensor")),
+  (Bias(False, False, IndexedBy.PAIRS, (0, 0), 64), ("score_mod",)),
 ]
 
 

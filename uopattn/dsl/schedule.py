@@ -371,8 +371,8 @@ def splits_on_gpu(problem: Problem, target: Target, tiles: Any, least_keys: int 
   Each has at least `least_keys` keys.
   """
   blocks = problem.heads * ceildiv(problem.M, tiles.block_m)
-  places = target.multiprocessors * tiles.resident(problem, target)
-  return max(1, min(places // blocks, problem.N // least_keys))
+  concurrent = target.multiprocessors * tiles.resident(problem, target)
+  return max(1, min(concurrent // blocks, problem.N // least_keys))
 
 
 def splits_on_cpu(problem: Problem, target: Target, tiles: Any) -> int:

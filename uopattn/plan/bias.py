@@ -17,7 +17,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.bias import Bias, BiasWork, Places
+from uopattn.dsl.rules.bias import Bias, BiasWork, IndexedBy
 from uopattn.plan.dispatch import NoKernel, bias_launch, check_guards
 from uopattn.plan.launch import Launch, zero_after
 from uopattn.plan.reference import Lookup
@@ -30,10 +30,10 @@ from uopattn.spec.spec import AttentionSpec
 BLOCK_BYTES = 16 << 20
 QUERY_STEP = 64  # queries at a time are a multiple of this, and of the kernel's blocks
 OF_MASK = {
-  (True, True): Places.PAIRS,
-  (True, False): Places.QUERIES,
-  (False, True): Places.KEYS,
-  (False, False): Places.ALL,
+  (True, True): IndexedBy.PAIRS,
+  (True, False): IndexedBy.QUERIES,
+  (False, True): IndexedBy.KEYS,
+  (False, False): IndexedBy.ALL,
 }
 Axes = list[tuple[int | None, int]]  # see `Read._axes`
 Firsts = tuple[int | UOp, ...]  # numbers along the axes, UOps of the number of a device where devices divide them
@@ -91,21 +91,21 @@ class Read:
     b, h, i, j = numbers
     known = _symbols(index)
     batches, heads, queries, keys = (x in known for x in numbers)
-    places = OF_MASK[queries, keys]
-    if places is Places.PAIRS:
+    indexed_by = OF_MASK[queries, keys]
+    if indexed_by is IndexedBy.PAIRS:
       apart = UOp.variable("distance", -int(i.vmax), N - 1, dtypes.int, param=True)
       by_distance = tuple(x.substitute({j: i + apart}).simplify() for x in index)
       if i not in _symbols(by_distance):
-        return cls(Bias(batches, heads, Places.DISTANCES, read), by_distance, (b, h, i, apart))
-    return cls(Bias(batches, heads, places, read), index, (b, h, i, j))
+        return cls(Bias(batches, heads, IndexedBy.DISTANCES, read), by_distance, (b, h, i, apart))
+    return cls(Bias(batches, heads, indexed_by, read), index, (b, h, i, j))
 
   def gradients(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> list[Tensor]:
     """Return parts of the gradient of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
-    spec, places = residuals.spec, self.bias.places
+    spec, indexed_by = residuals.spec, self.bias.indexed_by
     firsts = [on_each(x, _devices(residuals)) if isinstance(x, UOp) else x for x in self._firsts(spec)]
     heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
     count = max(1, BLOCK_BYTES // (4 * heads * spec.N * QUERY_STEP)) * QUERY_STEP
-    if places is not Places.PAIRS or self._axes is not None or count >= spec.M:
+    if indexed_by is not IndexedBy.PAIRS or self._axes is not None or count >= spec.M:
       sums = _sums(residuals, arguments, self.bias)
       placed = self._placed(residuals, sums, x)
       return [self._looked_up(spec, sums, x, arguments, firsts) if placed is None else placed]
@@ -119,7 +119,7 @@ class Read:
   def _firsts(self, spec: AttentionSpec) -> Firsts:
     """Return the numbers that the first sums along the axes have in the whole attention, of which this is a part."""
     b, h, i, j = spec.origin.first
-    return (b, h, 0, j - i + 1 - spec.M) if self.bias.places is Places.DISTANCES else (b, h, i, j)
+    return (b, h, 0, j - i + 1 - spec.M) if self.bias.indexed_by is IndexedBy.DISTANCES else (b, h, i, j)
 
   def _placed(self, residuals: Residuals, sums: Tensor, x: Tensor) -> Tensor | None:
     """Move sums to their places in an array like x, which differ by device; None where `_moved` returns None."""
@@ -184,7 +184,7 @@ class Read:
       (Tensor.arange(n) + first).reshape(*(n if axis == i else 1 for i in range(AXES)))
       for axis, (n, first) in enumerate(zip(sizes(sums), firsts, strict=True))
     ]
-    if self.bias.places is Places.DISTANCES:
+    if self.bias.indexed_by is IndexedBy.DISTANCES:
       at[2] = at[2] * 0  # the keys are then as far from it as their number says
     spec.score_mod.of_tensors(Tensor.zeros(1, 1, 1, 1), *at, *lookups)
     (grad,) = (lookups[of_aux].gathered[number].float() * sums.detach()).sum().gradient(leaf)
@@ -268,15 +268,15 @@ def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
 def totals(x: Tensor, work: BiasWork) -> Tensor:
   """Add up what belongs together in a kernel's sums: (batches, heads, queries, keys or distances)."""
   batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
-  if work.bias.places is Places.PAIRS:
+  if work.bias.indexed_by is IndexedBy.PAIRS:
     return x.reshape(batches, heads, work.M, work.N)
   x = x.sum(1)  # of splits
-  places = work.bias.places
-  if places is Places.DISTANCES:
+  indexed_by = work.bias.indexed_by
+  if indexed_by is IndexedBy.DISTANCES:
     return _by_distance(x, work).reshape(batches, heads, 1, work.M + work.N - 1)
-  if places is Places.QUERIES:
+  if indexed_by is IndexedBy.QUERIES:
     return x.sum(3).reshape(batches, heads, -1, 1)[:, :, : work.M]
-  if places is Places.KEYS:
+  if indexed_by is IndexedBy.KEYS:
     return x.sum(2).reshape(batches, heads, 1, -1)[..., : work.N]
   return x.sum(3).contiguous().sum(2).reshape(batches, heads, 1, 1)
 

@@ -5,12 +5,17 @@ from math import log, sqrt
 
 import numpy as np
 
-from uopattn.dsl.rules.bias import Bias, Places
+from uopattn.dsl.rules.bias import Bias, IndexedBy
 from uopattn.proof.gate import GradientGate, Report, compare
 from uopattn.proof.oracle import Array
 from uopattn.proof.roundings import ALARM
 
-SUMMED = {Places.PAIRS: (), Places.QUERIES: (3,), Places.KEYS: (2,), Places.ALL: (2, 3)}  # axes of the scores
+SUMMED = {
+  IndexedBy.PAIRS: (),
+  IndexedBy.QUERIES: (3,),
+  IndexedBy.KEYS: (2,),
+  IndexedBy.ALL: (2, 3),
+}  # axes of the scores
 
 
 def sums(ds: Array, bias: Bias, first: int = 0) -> Array:
@@ -23,9 +28,9 @@ def sums(ds: Array, bias: Bias, first: int = 0) -> Array:
   M, N = ds.shape[2:]
   others = tuple(axis for axis, kept in enumerate((bias.batches, bias.heads)) if not kept)
   ds = ds.sum(others, keepdims=True) if others else ds
-  if bias.places is Places.DISTANCES:
+  if bias.indexed_by is IndexedBy.DISTANCES:
     return np.stack([np.trace(ds, x, 2, 3) for x in range(1 - M, N)], -1)[:, :, None]
-  ds = ds.sum(SUMMED[bias.places], keepdims=True) if SUMMED[bias.places] else ds
+  ds = ds.sum(SUMMED[bias.indexed_by], keepdims=True) if SUMMED[bias.indexed_by] else ds
   if not bias.count:
     return ds
   rows = ds[:, :, first : first + bias.count]

@@ -10,7 +10,7 @@ from tinygrad.helpers import ALLOW_TF32, ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.bias import Places
+from uopattn.dsl.rules.bias import IndexedBy
 from uopattn.dsl.rules.four_bits import elements_in
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
@@ -76,7 +76,7 @@ class AttentionSpec(Problem):
 
     Otherwise float32.
     """
-    is_final = self.bias is not None and self.bias.read is None and self.bias.places is Places.PAIRS
+    is_final = self.bias is not None and self.bias.read is None and self.bias.indexed_by is IndexedBy.PAIRS
     mask_dtypes = (
       [x.dtype for x in self.inputs if x.name == "attn_mask" and x.dtype in DTYPES_16_32] if is_final else []
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.bias import Bias, Places
+from uopattn.dsl.rules.bias import Bias, IndexedBy
 from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Schedule
 from uopattn.plan.bias import QUERY_STEP, mask_bias
@@ -50,15 +50,15 @@ OF_LATENT: tuple[tuple[str, ...], ...] = (("values_in_keys",), ("is_causal", "q_
 
 # Biases that a score_mod reads, by batch, head and places, with features that go together.
 READ: tuple[tuple[Bias, tuple[str, ...]], ...] = (
-  (Bias(False, True, Places.DISTANCES), ("is_causal",)),
-  (Bias(False, True, Places.ALL), ("is_causal", "q_start Tensor", "kv_lengths Tensor")),
-  (Bias(False, False, Places.PAIRS, count=QUERY_STEP), ("block_mask",)),
-  (Bias(False, False, Places.DISTANCES), ("attn_mask bool --mn", "mask_mod")),
-  (Bias(True, True, Places.QUERIES), ("dropout_p", "is_causal")),
-  (Bias(True, False, Places.KEYS), ("window left+right", "softcap", "sinks")),
-  (Bias(True, False, Places.ALL), ("is_causal", "q_start Variable", "kv_lengths Variable", "heads_last qkv")),
-  (Bias(False, True, Places.KEYS), ("bounds",)),
-  (Bias(False, True, Places.PAIRS), ("attn_mask float --mn",)),
+  (Bias(False, True, IndexedBy.DISTANCES), ("is_causal",)),
+  (Bias(False, True, IndexedBy.ALL), ("is_causal", "q_start Tensor", "kv_lengths Tensor")),
+  (Bias(False, False, IndexedBy.PAIRS, count=QUERY_STEP), ("block_mask",)),
+  (Bias(False, False, IndexedBy.DISTANCES), ("attn_mask bool --mn", "mask_mod")),
+  (Bias(True, True, IndexedBy.QUERIES), ("dropout_p", "is_causal")),
+  (Bias(True, False, IndexedBy.KEYS), ("window left+right", "softcap", "sinks")),
+  (Bias(True, False, IndexedBy.ALL), ("is_causal", "q_start Variable", "kv_lengths Variable", "heads_last qkv")),
+  (Bias(False, True, IndexedBy.KEYS), ("bounds",)),
+  (Bias(False, True, IndexedBy.PAIRS), ("attn_mask float --mn",)),
 )
 # Additive masks, by their axes, likewise.
 MASKS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 
 from uopattn.api.varlen import key_bounds
 from uopattn.dsl.random import kept
-from uopattn.dsl.rules.bias import Bias, Places
+from uopattn.dsl.rules.bias import Bias, IndexedBy
 from uopattn.dsl.rules.four_bits import columns_in, of_tensor
 from uopattn.dsl.rules.quantized import FORMATS, FourBits
 from uopattn.dsl.rules.ranges import Window
@@ -202,8 +202,8 @@ def _biased_score_mod(x: Inputs, bias: Bias) -> None:
 
 def _numbers(bias: Bias, b: Any, h: Any, i: Any, j: Any, distance: Any) -> tuple[Any, ...]:
   """Return those of a score's numbers by which its element of a bias goes."""
-  of_places = {Places.PAIRS: (i, j), Places.QUERIES: (i,), Places.KEYS: (j,), Places.DISTANCES: (distance,)}
-  return (*[b] * bias.batches, *[h] * bias.heads, *of_places.get(bias.places, ()))
+  of_places = {IndexedBy.PAIRS: (i, j), IndexedBy.QUERIES: (i,), IndexedBy.KEYS: (j,), IndexedBy.DISTANCES: (distance,)}
+  return (*[b] * bias.batches, *[h] * bias.heads, *of_places.get(bias.indexed_by, ()))
 
 
 def _mask_mod(x: Inputs, detail: str) -> None:

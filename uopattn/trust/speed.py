@@ -9,7 +9,7 @@ import numpy as np
 from tinygrad import Tensor
 
 from uopattn.api.attention import scaled_dot_product_attention
-from uopattn.dsl.rules.bias import Bias, Places
+from uopattn.dsl.rules.bias import Bias, IndexedBy
 from uopattn.dsl.schedule import Schedule
 from uopattn.measure.problem import normal, tensor
 from uopattn.measure.timing import GRADIENT_COST, Runner, Turns, alternate, captured, is_slow, wait
@@ -30,7 +30,7 @@ ON_CPU: tuple[Sizes, ...] = ((1, 8, 8, 1024, 1024, 64, 64),)
 FEW_QUERIES: tuple[Sizes, ...] = ((8, 32, 8, 1, 4096, 128, 128), (8, 128, 1, 1, 4096, 576, 512))
 MOST_SCORES = 1 << 29  # of tinygrad's own attention, which stores them
 ROUNDS = 5
-BIAS = Bias(False, True, Places.DISTANCES, (0, 0))  # as of relative positions
+BIAS = Bias(False, True, IndexedBy.DISTANCES, (0, 0))  # as of relative positions
 PRODUCT = {True: 1024, False: 4096}  # rows of the product's matrices, on slow devices and on others
 
 

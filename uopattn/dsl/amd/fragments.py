@@ -10,7 +10,7 @@ rows then have that order. So a schedule numbers both to suit its memory:
   the instruction takes fewer elements, `products` instructions share one step. In 8 bits CDNA4 also has one of twice
   the speed that takes two steps.
 * Rows of A are permuted by `row_at`, so that the elements that a lane has in D, over the `row_tiles` tiles of one step,
-  are neighbours. What a lane holds of D is then its B operand in a second product, whose k are D's rows. On RDNA3, where
+  are neighbours. What a lane has of D is then its B operand in a second product, whose k are D's rows. On RDNA3, where
   both groups hold all of k, each lane also needs the elements of the other group.
 
 Sources: AMD, "RDNA3", "RDNA4", "CDNA3" and "CDNA4" instruction set architecture documents and the AMD matrix

@@ -52,7 +52,7 @@ class Mma:
     if (bits := self.f.memory_bits) != self.dtype.bitsize:
       raise ValueError(f"Tiles.bits={bits}: must be {self.dtype.bitsize} for {self.dtype}")
 
-  def places(self, warp: UOp, tiles: int) -> list[UOp]:
+  def row_offsets(self, warp: UOp, tiles: int) -> list[UOp]:
     """This lane's row of each of the `tiles` tiles of 16 rows that a wave has, among the rows of the workgroup."""
     return [(warp * tiles + i) * MMA_SIZE + self.lane % MMA_SIZE for i in range(tiles)]
 
@@ -189,11 +189,11 @@ class Mma:
     terms = zip(*map(upper_terms, values), strict=True)
     return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for term in terms for x in term]
 
-  def as_operands(self, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp]) -> list[list[Operand]]:
+  def as_operands(self, values: list[list[UOp]], lds: LdsRows | None, row_offsets: list[UOp]) -> list[list[Operand]]:
     """Turn D of each tile of columns, float32, into the B operand of each step of `mma_ab`.
 
-    On RDNA3 D goes through `lds` (columns, rows), where row `places[tile]` is this lane's column. One fence serves all
-    tiles.
+    On RDNA3 D goes through `lds` (columns, rows), where this lane's column is row `row_offsets[tile]`. One fence serves
+    all tiles.
     """
     f, dtype = self.f, self.dtype
     per_step = f.row_tiles * f.result  # elements
@@ -203,11 +203,11 @@ class Mma:
     if lds is None:
       return [[self.operand_of(step) for step in steps] for steps in tiles]
     stores = []
-    for steps, place in zip(tiles, places, strict=True):
+    for steps, offset in zip(tiles, row_offsets, strict=True):
       for i, step in enumerate(steps):
-        stores += lds.store(place, f.step // f.per_chunk * i + self.lane // MMA_SIZE, self.words_of_terms(step))
+        stores += lds.store(offset, f.step // f.per_chunk * i + self.lane // MMA_SIZE, self.words_of_terms(step))
     fenced = lds.fenced(*stores)
-    return [[self.read_row(fenced, place, [i]) for i in range(len(tiles[0]))] for place in places]
+    return [[self.read_row(fenced, offset, [i]) for i in range(len(tiles[0]))] for offset in row_offsets]
 
   def mma_ab(self, operands: list[list[Operand]], lds: LdsRows, acc: UOp, starts: list[list[UOp]]) -> list[UOp]:
     """The stores of C + A^T D to acc (tiles of columns, tiles of 16 of A's columns, `result` elements in this lane).

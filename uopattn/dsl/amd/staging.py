@@ -205,20 +205,20 @@ class RowCopy:
     self.share, self.f, self.lds = share, f, lds
     chunks, self.width = columns // f.per_chunk, f.per_chunk * f.memory_bits // 32
     count = share.block * chunks
-    self.places = [chunk_place(f, piece, chunks, count) for piece in share.pieces(count)]
-    self.words = s.buffer(len(self.places), self.width, dtype=dtypes.uint)
+    self.pieces = [chunk_piece(f, piece, chunks, count) for piece in share.pieces(count)]
+    self.words = s.buffer(len(self.pieces), self.width, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words, stores = self.words.after(*after), []
-    for i, (_, at, chunk, _) in enumerate(self.places):
+    for i, (_, at, chunk, _) in enumerate(self.pieces):
       stores += [words[i, w].store(self.word(row(at), chunk * self.width + w)) for w in range(self.width)]
     return stores
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
-    for i, (place, _, chunk, inside) in enumerate(self.places):
+    for i, (row, _, chunk, inside) in enumerate(self.pieces):
       loaded = [self.share.converted(words[i, w].load()) for w in range(self.width)]
-      stores += lds.store(place, chunk, in_terms(self.f, loaded), inside)
+      stores += lds.store(row, chunk, in_terms(self.f, loaded), inside)
     return stores
 
 
@@ -230,13 +230,13 @@ class TransposedCopy:
     self.share, self.f, self.lds = share, f, lds
     self.rows, words = f.per_chunk, columns * f.bits // 32
     count = words * (share.block // self.rows)
-    self.places = [word_place(f, piece, words, count) for piece in share.pieces(count)]
+    self.pieces = [word_piece(f, piece, words, count) for piece in share.pieces(count)]
     self.width = f.memory_bits // f.bits if f.terms > 1 else 1
-    self.words = s.buffer(len(self.places), self.rows * self.width, dtype=dtypes.uint)
+    self.words = s.buffer(len(self.pieces), self.rows * self.width, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words, stores, width = self.words.after(*after), [], self.width
-    for i, (word, chunk, _) in enumerate(self.places):
+    for i, (word, chunk, _) in enumerate(self.pieces):
       for e in range(self.rows):
         at = row(chunk * self.rows + e)
         stores += [words[i, e * width + w].store(self.word(at, word * width + w)) for w in range(width)]
@@ -244,7 +244,7 @@ class TransposedCopy:
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
-    for i, (word, chunk, inside) in enumerate(self.places):
+    for i, (word, chunk, inside) in enumerate(self.pieces):
       loaded = [self.share.converted(words[i, e].load()) for e in range(self.rows * self.width)]
       if self.f.memory_bits == 32:
         for c in range(self.width):
@@ -274,19 +274,19 @@ class RowStatCopy:
 
   def __init__(self, s: Scope, share: Share, number: Number, lds: UOp):
     self.number, self.lds, self.block = number, lds, share.block
-    self.places = share.pieces(share.block)
-    self.words = s.buffer(len(self.places))
+    self.pieces = share.pieces(share.block)
+    self.words = s.buffer(len(self.pieces))
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words = self.words.after(*after)
-    return [words[i].store(self.number(row(at % self.block))) for i, at in enumerate(self.places)]
+    return [words[i].store(self.number(row(at % self.block))) for i, at in enumerate(self.pieces)]
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds = self.words.after(*after), self.lds.after(*after)
-    return [lds[at].store(words[i].load()) for i, at in enumerate(self.places)]
+    return [lds[at].store(words[i].load()) for i, at in enumerate(self.pieces)]
 
 
-def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
+def chunk_piece(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
   """(row in LDS, row of the tile, chunk, whether the piece exists). Pieces run over `pad` chunks, then 8 rows."""
   inside = piece < pieces
   piece = inside.where(piece, 0)  # a surplus piece is loaded, though not stored
@@ -296,7 +296,7 @@ def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp
   return row, at, chunk, inside
 
 
-def word_place(f: Fragments, piece: UOp, words: int, pieces: int) -> tuple[UOp, UOp, UOp]:
+def word_piece(f: Fragments, piece: UOp, words: int, pieces: int) -> tuple[UOp, UOp, UOp]:
   """(word of a row, chunk of rows, whether the piece exists). Pieces run over `near` chunks, then the words.
 
   In float32 each word is a row in LDS. Rows 4 apart are then 32 banks apart, or with 4 chunks rows 2 apart 16 banks. In

@@ -156,9 +156,9 @@ class RightOperands:
     self.tile, self.loads = tile, 0
     self.newest: list[Matrix] = []
 
-  def load(self, places: Sequence[tuple[UOp, UOp]]) -> Matrix:
+  def load(self, elements: Sequence[tuple[UOp, UOp]]) -> Matrix:
     """Load this lane's elements of a matrix."""
     if self.loads == IN_FLIGHT:
       self.tile, self.loads = self.tile.after(METAL.read_later(self.newest[-1][0])), 0
     self.loads += 1
-    return UOp.stack(*(self.tile[place] for place in places))
+    return UOp.stack(*(self.tile[x] for x in elements))

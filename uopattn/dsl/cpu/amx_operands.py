@@ -44,13 +44,13 @@ class LeftOperand(NamedTuple):
   """Tiles of a left operand.
 
   Attributes:
-    place: maps a term, the first row of a tile and a step along k to the tile's INDEX.
+    address: maps a term, the first row of a tile and a step along k to the tile's INDEX.
     height: number of rows.
     steps: tiles along k.
     stride: bytes from a row to the next.
   """
 
-  place: Callable[[int, UOp, UOp | int], UOp]
+  address: Callable[[int, UOp, UOp | int], UOp]
   height: int
   steps: int
   stride: int
@@ -72,10 +72,10 @@ class LeftOperand(NamedTuple):
   def in_memory(cls, rows: HeadView, first: UOp, count: int) -> "LeftOperand":
     """The tiles of bfloat16 rows in memory, from row `first` on, which must `fit`."""
 
-    def place(term: int, row: UOp, step: UOp | int) -> UOp:
-      return rows.place(first + row, step * STEP if isinstance(step, UOp) else UOp.const(step * STEP))
+    def address(term: int, row: UOp, step: UOp | int) -> UOp:
+      return rows.address(first + row, step * STEP if isinstance(step, UOp) else UOp.const(step * STEP))
 
-    return cls(place, count, rows.size // STEP, rows.size * rows.x.dtype.itemsize)
+    return cls(address, count, rows.size // STEP, rows.size * rows.x.dtype.itemsize)
 
   @staticmethod
   def fit(rows: HeadView) -> bool:
@@ -87,15 +87,15 @@ class LeftOperand(NamedTuple):
     return dense and rows.size % STEP == 0 and rows.x.dtype == dtypes.bfloat16 and not rows.widens
 
 
-class Placed(NamedTuple):
+class TileMap(NamedTuple):
   """Tiles in memory.
 
   Attributes:
-    place: maps what numbers a tile to its INDEX.
+    address: maps what numbers a tile to its INDEX.
     stride: bytes from a row to the next.
   """
 
-  place: Callable[..., UOp]
+  address: Callable[..., UOp]
   stride: int
 
 
@@ -137,8 +137,8 @@ def load_lanes(s: Scope, rows: HeadView, first: UOp, count: int, terms: int, out
   c = s.axis(width // STEP)
   done: tuple[UOp, ...] = (staged,)
   for i in range(terms):
-    place = packed.after(*outer)[g, i, c * LANES, 0]
-    done = (AMX.transpose(place, staged[i, 0, c * STEP], ROW_BYTES, width * 2, c, *done),)
+    target = packed.after(*outer)[g, i, c * LANES, 0]
+    done = (AMX.transpose(target, staged[i, 0, c * STEP], ROW_BYTES, width * 2, c, *done),)
   return packed.after(UOp.group(*done).end(c).end(g))
 
 
@@ -169,8 +169,8 @@ def transpose_pairs(s: Scope, to: UOp, first: UOp | int, pairs: UOp, *within: UO
   """Store `pairs` as `transposed`, from term `first` of `to` on; return it."""
   terms, count, width = sizes(pairs)
   i, n, c = s.axis(terms), s.axis(count // LANES), s.axis(width // LANES)
-  place, source = to.after(*within)[first + i, n, c * LANES, 0], pairs[i, n * LANES, c * LANES]
-  return to.after(AMX.transpose(place, source, ROW_BYTES, width * 4, i, n, c, pairs).end(i, n, c))
+  target, source = to.after(*within)[first + i, n, c * LANES, 0], pairs[i, n * LANES, c * LANES]
+  return to.after(AMX.transpose(target, source, ROW_BYTES, width * 4, i, n, c, pairs).end(i, n, c))
 
 
 def gaps(rows: int, steps: int, groups: int) -> int:
@@ -211,8 +211,8 @@ def mma(
     s,
     a,
     row,
-    Placed(lambda j, step, term: b[source + j, term, step * LANES, 0], ROW_BYTES),
-    Placed(lambda i, j: c[target + j, row + i * ROWS, 0], ROW_BYTES),
+    TileMap(lambda j, step, term: b[source + j, term, step * LANES, 0], ROW_BYTES),
+    TileMap(lambda i, j: c[target + j, row + i * ROWS, 0], ROW_BYTES),
     products,
     *after,
     n,
@@ -225,8 +225,8 @@ def mma_block(
   s: Scope,
   a: LeftOperand,
   row: UOp,
-  b: Placed,
-  c: Placed,
+  b: TileMap,
+  c: TileMap,
   products: Products,
   *after: UOp,
   adds: bool = False,
@@ -241,27 +241,27 @@ def mma_block(
     c: the accumulators, by the row and the column of tiles.
     products, adds, between: as `mma` has them; there are two gaps per step.
   """
-  corners = [(i, j, c.place(i, j)) for i in range(2) for j in range(2)]
+  corners = [(i, j, c.address(i, j)) for i in range(2) for j in range(2)]
   done: tuple[UOp, ...] = after
-  for i, j, place in corners:
-    done = (AMX.tile_load(2 * i + j, place, c.stride, *done) if adds else AMX.tile_zero(2 * i + j, *done),)
+  for i, j, corner in corners:
+    done = (AMX.tile_load(2 * i + j, corner, c.stride, *done) if adds else AMX.tile_zero(2 * i + j, *done),)
   step = s.axis(a.steps)
   done = (step, *done)
   held: tuple[int | None, int | None] = None, None
   for n, (term_a, term_b) in enumerate(products):
     for i in range(2):
-      left = a.place(term_a, row + i * ROWS, step)
+      left = a.address(term_a, row + i * ROWS, step)
       done = (AMX.tile_load(4 + i, left, a.stride, *done),) if term_a != held[0] else done
       for j in range(2):
         if i == 0 and term_b != held[1]:
-          done = (AMX.tile_load(6 + j, b.place(j, step, term_b), b.stride, *done),)
+          done = (AMX.tile_load(6 + j, b.address(j, step, term_b), b.stride, *done),)
         done = (AMX.tile_product(2 * i + j, 4 + i, 6 + j, *done),)
       half = i if len(products) == 1 else n if i == 1 else 2  # the halves follow different products if there are more
       done = between(step * 2 + half, done) if half < 2 else done
     held = term_a, term_b
   end = done[0].end(step)
-  for i, j, place in corners:
-    end = AMX.tile_store(2 * i + j, place, c.stride, end)
+  for i, j, corner in corners:
+    end = AMX.tile_store(2 * i + j, corner, c.stride, end)
   return end
 
 
@@ -281,8 +281,8 @@ def _mma_rows(
   nothing waits for it.
 
   Args:
-    b: maps a step and a term to a tile's place.
-    c: maps a row to the place of an accumulator.
+    b: maps a step and a term to a tile's address.
+    c: maps a row to the address of an accumulator.
   """
   wanted = [(step, term) for step in range(a.steps) for term in sorted({y for _, y in products})]
   stays = len(wanted) <= 4
@@ -298,7 +298,7 @@ def _mma_rows(
     for step in range(a.steps):
       for term in sorted({x for x, _ in products}):
         left = 2 + loads % 2
-        done, loads = (AMX.tile_load(left, a.place(term, row, step), a.stride, *done),), loads + 1
+        done, loads = (AMX.tile_load(left, a.address(term, row, step), a.stride, *done),), loads + 1
         for other in (y for x, y in products if x == term):
           right = 4 + wanted.index((step, other)) % 4
           if not stays and term == 0:
@@ -323,5 +323,5 @@ def store_accumulators(
   done = AMX.transpose(rows.after(g)[0, c * LANES], acc[g, c * LANES, 0], width * 4, ROW_BYTES, c, acc)
   rows = rows.after(done.end(c))
   m, d = s.axis(LANES), s.axis(D)
-  place = row + g * LANES + m
-  return gated(o, place < end, head, place, d).store(rows[m, d].load().cast(o.dtype)).end(m, d).end(g)
+  query = row + g * LANES + m
+  return gated(o, query < end, head, query, d).store(rows[m, d].load().cast(o.dtype)).end(m, d).end(g)

@@ -92,11 +92,11 @@ def block_of(item: UOp, number: UOp, blocks: int, group: int, M: int, block_m: i
 
   The blocks of an item are `splits` apart. With a causal mask, all items thus get a similar mix of long and short ones.
   """
-  place, a_head = number * splits + item % splits, blocks // group
-  busy, place = place < blocks, clamp(place, 0, blocks - 1)
+  position, a_head = number * splits + item % splits, blocks // group
+  busy, position = position < blocks, clamp(position, 0, blocks - 1)
   kv_head = item // splits
-  head, end = kv_head * group + place // a_head, busy.where(UOp.const(M), 0)
-  return Block((item, number), kv_head, head, place % a_head * block_m, block_m, end, busy)
+  head, end = kv_head * group + position // a_head, busy.where(UOp.const(M), 0)
+  return Block((item, number), kv_head, head, position % a_head * block_m, block_m, end, busy)
 
 
 def load_row_sums(s: Scope, lse: UOp, delta: UOp, block: Block, rules: Rules) -> tuple[UOp, UOp]:

@@ -295,15 +295,15 @@ class KeyRows:
     trips = None if last is None else clamp(last - first + 1, 1, tile.size)
     return cls(tile.rules.keys(x), lambda n: first + n, counts, trips)
 
-  def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
+  def __getitem__(self, index: tuple[UOp, UOp]) -> UOp:
     """An element as float32; 0 if its key does not count."""
-    n, d = place
+    n, d = index
     element = self.rows.element(self.row(n), d).cast(dtypes.float)
     return element if self.counts is None else self.counts(n).where(element, 0.0)
 
-  def place(self, n: UOp, d: UOp) -> UOp:
+  def address(self, n: UOp, d: UOp) -> UOp:
     """The memory location of an element."""
-    return self.rows.place(self.row(n), d)
+    return self.rows.address(self.row(n), d)
 
   def prefetch(
     self, s: Scope, rows: int, part: UOp, count: int, parts: int, within: tuple[UOp, ...], ahead: int = 0
@@ -317,7 +317,7 @@ class KeyRows:
     line = s.axis(ceildiv(rows * lines * count, parts))
     common = gcd(rows * lines, parts)
     at = clamp(part * (rows * lines // common) // (parts // common) + line, 0, rows * lines - 1)
-    return CPU.prefetch(self.place(at // lines + ahead, at % lines * step), *within, line).end(line)
+    return CPU.prefetch(self.address(at // lines + ahead, at % lines * step), *within, line).end(line)
 
 
 def _last_key(tile: KeyTile) -> UOp | None:

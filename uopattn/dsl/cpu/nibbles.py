@@ -1,6 +1,6 @@
-"""Elements of 4 bits on a CPU: a vector of words has as many elements in each of eight places.
+"""Elements of 4 bits on a CPU: a vector of words has as many elements in each of eight fields.
 
-So that no element moves from lane to lane, lanes are words, and a row of elements is eight planes, one for each place
+So that no element moves from lane to lane, lanes are words, and a row of elements is eight planes, one for each field
 of a word. The group's scale is that of a lane: it is applied once to a sum over the planes (Q K^T), or to a weight
 (P V).
 
@@ -58,7 +58,7 @@ class Planes:
       return lane * PER_WORD + plane % 4 * 2 + plane // 4
     return lane // 2 * PER_WORD + plane * 2 + lane % 2
 
-  def place(self, d: UOp) -> UOp:
+  def lane_of(self, d: UOp) -> UOp:
     """Where element d is in a row that is stored plane by plane."""
     word, pair, odd = d // PER_WORD, d % PER_WORD // 2, d % 2
     plane, lane = (odd * 4 + pair, word) if self.count == PER_WORD else (pair, word * 2 + odd)
@@ -115,7 +115,7 @@ class NibbleVector:
 
   Attributes:
     scales: the scale of each lane, float32.
-    number: maps a plane, by its place among those unpacked, and a lane to the element there without its scale, float32.
+    number: maps a plane, counted among those unpacked, and a lane to the element there without its scale, float32.
   """
 
   scales: UOp

@@ -31,8 +31,8 @@ from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope, sizes
 
-Place = tuple[int, ...]  # of an element among those that a lane holds; each unit numbers them its own way
-Elements = dict[Place, UOp]
+ElementIndex = tuple[int, ...]  # of an element among those that a lane holds; each unit numbers them its own way
+Elements = dict[ElementIndex, UOp]
 
 
 class ScoreRow(NamedTuple):
@@ -43,7 +43,7 @@ class ScoreRow(NamedTuple):
   Attributes:
     query: index of the query.
     first, offsets: the keys are first + offset.
-    places: the place of each score.
+    indices: the index of each score.
     lse: log-sum-exp of the query, as `Scaling.from_lse` takes it.
     neg_delta: -delta of the query, float32.
     start: -lse of the query in units of q.k.
@@ -52,7 +52,7 @@ class ScoreRow(NamedTuple):
   query: UOp
   first: UOp
   offsets: Sequence[int]
-  places: Sequence[Place]
+  indices: Sequence[ElementIndex]
   lse: UOp | None
   neg_delta: UOp
   start: UOp | None = None
@@ -131,7 +131,7 @@ def rows_of_keys(
   offsets: Sequence[int],
   queries: Sequence[UOp],
   row_stats: Sequence[tuple[UOp, UOp]],
-  places: Callable[[int], Sequence[Place]],
+  indices: Callable[[int], Sequence[ElementIndex]],
 ) -> list[ScoreRow]:
   """The score rows of a lane that keeps keys: one for each of its queries.
 
@@ -139,10 +139,10 @@ def rows_of_keys(
     key, offsets: the keys are key + offset.
     queries: its queries of the tile.
     row_stats: lse and delta of each query.
-    places: maps the number of a query to the places of its scores.
+    indices: maps the number of a query to the indices of its scores.
   """
   stats = enumerate(zip(queries, row_stats, strict=True))
-  return [ScoreRow(query, key, offsets, places(n), lse, -delta) for n, (query, (lse, delta)) in stats]
+  return [ScoreRow(query, key, offsets, indices(n), lse, -delta) for n, (query, (lse, delta)) in stats]
 
 
 class Factor(Enum):
@@ -304,20 +304,20 @@ class Mainloop:
 
 def starts(rows: list[ScoreRow]) -> Elements | None:
   """What S starts at; None is 0."""
-  initial_scores = {at: row.start for row in rows for at in row.places if row.start is not None}
+  initial_scores = {at: row.start for row in rows for at in row.indices if row.start is not None}
   return initial_scores or None
 
 
 def neg_deltas(rows: list[ScoreRow]) -> Elements:
   """-delta of each score's query."""
-  return {at: row.neg_delta for row in rows for at in row.places}
+  return {at: row.neg_delta for row in rows for at in row.indices}
 
 
 def weights(dialect: Dialect, rules: HeadRules, rows: list[ScoreRow], products: Elements, masked: bool) -> Elements:
   """P = exp(S - lse) before dropout, with the scores S of `products` = Q K^T, less lse where they start at -lse."""
   p: Elements = {}
   for row in rows:
-    scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
+    scores = rules.scores([products[at] for at in row.indices], *row.keys, masked)
     if masked and rules.rules.score_mod is not None and row.query.vmax >= rules.rules.rows:
       # Past the last query a score_mod may give inf or NaN, which an infinite lse does not turn into a P of 0.
       scores = [(row.query < rules.rules.rows).where(x, -inf) for x in scores]
@@ -325,7 +325,7 @@ def weights(dialect: Dialect, rules: HeadRules, rows: list[ScoreRow], products: 
       exponents = [-dialect.fabs(x * rules.scaling.log2) for x in scores]
     else:
       exponents = rules.scaling.from_lse(dialect, scores, row.lse, not rules.rules.moves)
-    p |= zip(row.places, [dialect.exp2(x) for x in exponents], strict=True)
+    p |= zip(row.indices, [dialect.exp2(x) for x in exponents], strict=True)
   return p
 
 
@@ -333,7 +333,7 @@ def dropped(rules: HeadRules, rows: list[ScoreRow], p: Elements) -> Elements:
   """P after dropout."""
   p_dropped: Elements = {}
   for row in rows:
-    p_dropped |= zip(row.places, rules.dropped([p[at] for at in row.places], *row.keys), strict=True)
+    p_dropped |= zip(row.indices, rules.dropped([p[at] for at in row.indices], *row.keys), strict=True)
   return p_dropped
 
 
@@ -350,8 +350,8 @@ def score_vjp(
   """
   ds, dqk = score_gradients(rules, rows, p, grads, early), Elements()
   for row in rows:
-    of_row, qk = [ds[at] for at in row.places], [products[at] for at in row.places]
-    dqk |= zip(row.places, rules.score_vjp(of_row, qk, *row.keys, scaled=False), strict=True)
+    of_row, qk = [ds[at] for at in row.indices], [products[at] for at in row.indices]
+    dqk |= zip(row.indices, rules.score_vjp(of_row, qk, *row.keys, scaled=False), strict=True)
   return dqk
 
 
@@ -361,9 +361,9 @@ def score_gradients(
   """The gradient of the scores, P (dP - delta); see `score_vjp`."""
   ds: Elements = {}
   for row in rows:
-    dp = rules.dropped([grads[at] for at in row.places], *row.keys)
+    dp = rules.dropped([grads[at] for at in row.indices], *row.keys)
     dp = dp if early else [x + row.neg_delta for x in dp]
-    ds |= {at: p[at] * x for at, x in zip(row.places, dp, strict=True)}
+    ds |= {at: p[at] * x for at, x in zip(row.indices, dp, strict=True)}
   return ds
 
 

@@ -17,7 +17,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, RowUnit, ScoreRow, Sum, score_gradients
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.rules.bias import BiasWork, Item, Places
+from uopattn.dsl.rules.bias import BiasWork, IndexedBy, Item
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
@@ -74,7 +74,7 @@ class Trips:
     group: the workgroup at the head and the block of queries of the trip.
     rules: the rules of that head.
     key_range: the tiles of keys.
-    place: what the workgroup processes in any trip; past the last block of queries if there is none.
+    item_of: what the workgroup processes in any trip; past the last block of queries if there is none.
     axes: the loop; none if there is only one trip.
   """
 
@@ -83,7 +83,7 @@ class Trips:
   group: Workgroup
   rules: HeadRules
   key_range: TileRange
-  place: Callable[[UOp], Item]
+  item_of: Callable[[UOp], Item]
   axes: tuple[UOp, ...]
 
   @classmethod
@@ -96,7 +96,7 @@ class Trips:
     item = Workgroup(s, 1, work.items, warps, lanes)
     start = None if first is None else clamp(first[0].load().cast(dtypes.weakint), 0, rules.M - 1) // work.block_m
 
-    def place(trip: UOp) -> Item:
+    def item_of(trip: UOp) -> Item:
       at = work.at(item.block, trip)
       block, exists = (at.row // work.block_m).simplify(), at.exists.simplify()
       if start is not None:
@@ -105,18 +105,18 @@ class Trips:
         block = exists.where(block, rules.M // work.block_m + 1)
       return at._replace(head=at.head.simplify(), row=block * work.block_m)
 
-    count = _count(rules, work, place(UOp.const(0)), work.trips_of(item.block))
+    count = _count(rules, work, item_of(UOp.const(0)), work.trips_of(item.block))
     trip = UOp.const(0) if count.vmin == count.vmax == 1 else s.axis(count, AxisType.REDUCE)
-    at = place(trip)
+    at = item_of(trip)
     group, head_rules = item.at(at.head, (at.row // work.block_m).simplify()), rules.at(at.head)
     keys = _keys(head_rules, work, group.block, at.tile, trip)
-    return cls(work, item, group, head_rules, keys, place, (trip,) if trip.op is Ops.RANGE else ())
+    return cls(work, item, group, head_rules, keys, item_of, (trip,) if trip.op is Ops.RANGE else ())
 
   def queries(self, x: UOp) -> Callable[[UOp], tuple[HeadView, UOp]]:
     """Maps a trip to the rows of q or dO that it has, and the number of their block."""
 
     def query_block(trip: UOp) -> tuple[HeadView, UOp]:
-      at = self.place(trip)
+      at = self.item_of(trip)
       return HeadView.of(x, at.head, UOp.const(self.rules.rules.M)), at.row // self.work.block_m
 
     return query_block
@@ -126,7 +126,7 @@ class Trips:
     rules = self.rules.rules
 
     def key_tile(trip: UOp) -> tuple[HeadView, UOp]:
-      at = self.place(trip)
+      at = self.item_of(trip)
       assert at.tile is not None
       return HeadView.of(x, at.head // rules.group, rules.at(at.head).length), at.tile
 
@@ -141,35 +141,35 @@ class Trips:
   @property
   def of_pairs(self) -> tuple[Workgroup, UOp] | None:
     """For pairs, the workgroup at the head and the block of queries of its sums, and their first key."""
-    if self.work.bias.places is not Places.PAIRS:
+    if self.work.bias.indexed_by is not IndexedBy.PAIRS:
       return None
     group = self.work.group(self.item.block)
-    place = self.item.at(self.work.kept_head(self.item.block), group // self.work.tiles)
-    return place, group % self.work.tiles * self.work.block_n
+    item = self.item.at(self.work.kept_head(self.item.block), group // self.work.tiles)
+    return item, group % self.work.tiles * self.work.block_n
 
   def store(self, dbias: UOp, acc: UOp, rows: Sequence[ScoreRow]) -> list[UOp]:
     """Store the sums to dbias; `rows` are those of `Trips.rows`."""
     work, item, number = self.work, self.item.block, numbers(rows)
     group, head, stores = work.group(item), work.kept_head(item), []
     for row in rows:
-      for offset, at in zip(row.offsets, row.places, strict=True):
+      for offset, at in zip(row.offsets, row.indices, strict=True):
         m, n = row.query, row.first + offset
-        if work.bias.places is Places.PAIRS:
+        if work.bias.indexed_by is IndexedBy.PAIRS:
           i, j = group // work.tiles * work.block_m + m, group % work.tiles * work.block_n + n
-          place = gated(dbias, (i < work.M) & (j < work.N), head, i, j)
+          element = gated(dbias, (i < work.M) & (j < work.N), head, i, j)
         else:
-          place = dbias[head, work.split(item), group, m, n]
-        stores.append(place.store(acc[number[at]].load().cast(dbias.dtype)))
+          element = dbias[head, work.split(item), group, m, n]
+        stores.append(element.store(acc[number[at]].load().cast(dbias.dtype)))
     return stores
 
 
 def _count(rules: Rules, work: BiasWork, at: Item, count: UOp) -> UOp:
   """The number of trips; 0 if the tile of the first trip shows that the rules hide the tiles of every trip.
 
-  Tiles of the same distance are all hidden alike, unless rules depend on more than the places of queries and keys. With
-  at most one trip, tinygrad would move what comes before the loop into it.
+  Tiles of the same distance are all hidden alike, unless rules depend on more than the positions of queries and keys.
+  With at most one trip, tinygrad would move what comes before the loop into it.
   """
-  if at.tile is None or work.bias.places is Places.KEYS or work.trips == 1:
+  if at.tile is None or work.bias.indexed_by is IndexedBy.KEYS or work.trips == 1:
     return count
   seen = rules.at(at.head).reaches(at.row, work.block_m, at.tile * work.block_n, work.block_n)
   if not seen or any(u.op is Ops.LOAD for x in seen for u in x.toposort()):
@@ -193,8 +193,8 @@ def _keys(rules: HeadRules, work: BiasWork, block: UOp, tile: UOp | None, trip: 
 
 
 def numbers(rows: Sequence[ScoreRow]) -> dict[Any, int]:
-  """The number of each place of score rows among a lane's sums."""
-  return {at: n for n, at in enumerate(sorted(at for row in rows for at in row.places))}
+  """The number of each element of score rows among a lane's sums."""
+  return {at: n for n, at in enumerate(sorted(at for row in rows for at in row.indices))}
 
 
 def zeros(s: Scope, rows: Sequence[ScoreRow], *after: UOp) -> Sum:
@@ -208,9 +208,9 @@ def add_gradients(
   """Add the gradients of what scores have from the bias to the sums, from number `first` on. Returns the stores."""
   number, stores = numbers(rows), []
   for row in rows:
-    for at, offset in zip(row.places, row.offsets, strict=True):
-      grad, place = rules.bias_vjp(ds[at], products[at], row.query, row.first + offset), first + number[at]
-      stores.append(acc[place].store(old[place].load() + grad))
+    for at, offset in zip(row.indices, row.offsets, strict=True):
+      grad, i = rules.bias_vjp(ds[at], products[at], row.query, row.first + offset), first + number[at]
+      stores.append(acc[i].store(old[i].load() + grad))
   return stores
 
 

@@ -60,9 +60,9 @@ class LocalTile:
     """The index of an element in memory."""
     return column * stride(self.rows) + row if self.by_columns else row * stride(self.columns) + column
 
-  def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
+  def __getitem__(self, index: tuple[UOp, UOp]) -> UOp:
     """Load an element (row, column)."""
-    return self.memory[self.at(*place)].load()
+    return self.memory[self.at(*index)].load()
 
   def fill(self, source: HeadView, first: UOp, thread: UOp, threads: int) -> list[UOp]:
     """Copy rows from row `first` of a head on, with zeros for what does not exist there.
@@ -74,7 +74,7 @@ class LocalTile:
     stores, chunks = [], self.columns // CHUNK
     for start in range(0, self.rows * chunks, threads):
       piece = thread + start
-      # Neighbouring threads store to neighbouring places.
+      # Neighbouring threads store to neighbouring elements.
       row, chunk = (piece % self.rows, piece // self.rows) if self.by_columns else (piece // chunks, piece % chunks)
       for column in (chunk * CHUNK + i for i in range(CHUNK)):
         value, at = source.element_or_0(first + row, column, self.memory.dtype), self.at(row, column)
@@ -101,9 +101,9 @@ class GlobalTile:
     """The tile itself: nothing writes it."""
     return self
 
-  def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
+  def __getitem__(self, index: tuple[UOp, UOp]) -> UOp:
     """Load an element (row, column) as float32."""
-    row, column = place
+    row, column = index
     return self.source.element_or_0(self.first + row, column, dtypes.float)
 
 

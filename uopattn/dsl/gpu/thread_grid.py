@@ -51,7 +51,7 @@ class ThreadGrid:
 
   @cached_property
   def share(self) -> UOp:
-    """This thread's place among those that share its rows."""
+    """This thread's number among those that share its rows."""
     return self.thread % self.across
 
   def columns(self, count: int) -> tuple[UOp, range]:
@@ -112,16 +112,16 @@ class ThreadGrid:
   def reduced(self, values: Sequence[UOp], operation: Callable[[UOp, UOp], UOp]) -> list[UOp]:
     """Reduce a float32 of each of this thread's rows over all threads that have the row, through local memory.
 
-    Each call has memory of its own, because tinygrad takes no two stores to one place of local memory.
+    Each call has memory of its own, because tinygrad takes no two stores to one element of local memory.
     """
     memory = self.s.buffer(self.threads * self.rows, space=AddrSpace.LOCAL)
     filled = UOp.barrier(*(memory[(self.first + i) * self.across + self.share].store(x) for i, x in enumerate(values)))
-    places = [[(self.first + i) * self.across + j for j in range(self.across)] for i in range(len(values))]
-    return [reduce(operation, (memory.after(filled)[place].load() for place in row)) for row in places]
+    indices = [[(self.first + i) * self.across + j for j in range(self.across)] for i in range(len(values))]
+    return [reduce(operation, (memory.after(filled)[i].load() for i in row)) for row in indices]
 
   def _add(self, sums: UOp, left: list[UOp], right: list[UOp], k: UOp) -> UOp:
     """Add the outer products of left and right, which depend on the axis k, to sums (left, right)."""
     inside = sums.after(k)
-    places = [(i, j) for i in range(len(left)) for j in range(len(right))]
+    indices = [(i, j) for i in range(len(left)) for j in range(len(right))]
     assert sizes(sums) == (len(left), len(right))
-    return UOp.group(*(sums[i, j].store(inside[i, j].load() + left[i] * right[j]) for i, j in places)).end(k)
+    return UOp.group(*(sums[i, j].store(inside[i, j].load() + left[i] * right[j]) for i, j in indices)).end(k)

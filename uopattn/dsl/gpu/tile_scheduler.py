@@ -30,20 +30,20 @@ class TileScheduler:
 
   @classmethod
   def of(
-    cls, heads: int, blocks: int, cached: int, longest_last: bool, places: int, persistent: bool
+    cls, heads: int, blocks: int, cached: int, longest_last: bool, concurrent: int, persistent: bool
   ) -> "TileScheduler":
     """Choose the sections.
 
     Args:
       cached: most heads whose keys fit in the cache together.
-      places: workgroups that run at once.
-      persistent: whether workgroups are persistent; then there are at most `places` of them.
+      concurrent: workgroups that run at once.
+      persistent: whether workgroups are persistent; then there are at most `concurrent` of them.
     """
 
-    most, least = min(cached, heads), min(heads, ceildiv(places, blocks))  # a work tile for each place
+    most, least = min(cached, heads), min(heads, ceildiv(concurrent, blocks))  # a work tile for each
 
     def filled(section: int) -> float:
-      return section * blocks / round_up(section * blocks, 2 * places)
+      return section * blocks / round_up(section * blocks, 2 * concurrent)
 
     def missing(section: int) -> float:
       return -heads % section / section
@@ -52,9 +52,9 @@ class TileScheduler:
       section = heads
     elif persistent:
       section = max(range(least, max(most, least) + 1), key=filled)
-    else:  # the sections equal, as long ones of a small last one would begin when the other places have nothing left
+    else:  # the sections equal, as long ones of a small last one would begin when other workgroups have nothing left
       section = min(range(most, most // 2, -1), key=missing)
-    workgroups = min(heads * blocks, places) if persistent else heads * blocks
+    workgroups = min(heads * blocks, concurrent) if persistent else heads * blocks
     return cls(heads, blocks, section, longest_last, workgroups)
 
   @property
@@ -69,7 +69,7 @@ class TileScheduler:
     whole, rest = divmod(self.heads, self.section)
     return whole * self._share(workgroup, self.section) + (self._share(workgroup, rest) if rest else 0)
 
-  def place(self, workgroup: UOp, trip: UOp) -> tuple[UOp, UOp]:
+  def work_tile(self, workgroup: UOp, trip: UOp) -> tuple[UOp, UOp]:
     """The head and the block of a workgroup's work tile of a given number."""
     section, at = self._position(workgroup, trip)
     if not self.longest_last:

@@ -101,8 +101,8 @@ def _exp2(x: str, degree: int) -> str:
   )
 
 
-def _rounded(terms: int, in_pairs: bool, places: str) -> str:
-  """C text that stores the vectors a and b in bfloat16, term by term at `places` with `term`, and changes them.
+def _rounded(terms: int, in_pairs: bool, addresses: str) -> str:
+  """C text that stores the vectors a and b in bfloat16, term by term at `addresses` with `term`, and changes them.
 
   One term is rounded to nearest; several, whose sum is the number, are cut off.
   """
@@ -114,7 +114,7 @@ def _rounded(terms: int, in_pairs: bool, places: str) -> str:
     else:
       order = ", ".join(map(str, range(1, 4 * LANES, 2)))
       lines.append(f"{{{{ halves y = __builtin_shufflevector((halves)a, (halves)b, {order});")
-    lines.append(f"__builtin_memcpy({places.replace('term', str(term))}, &y, 64); }}}}")
+    lines.append(f"__builtin_memcpy({addresses.replace('term', str(term))}, &y, 64); }}}}")
     if term < terms - 1:
       lines += [f"{x} -= (vector)((words){x} & (int)0xffff0000);" for x in "ab"]
   return " ".join(lines)
@@ -195,13 +195,13 @@ class Amx(Dialect):
     _check(tile)
 
   @instruction(c=_block("__builtin_ia32_tileloadd64({0}, {1}, {2});"))
-  def tile_load(self, tile: int, place: UOp, stride: int, *after: UOp) -> Statement:
-    """Load 16 rows of 64 bytes, the first from `place` (INDEX) and each next one `stride` bytes on. A statement."""
+  def tile_load(self, tile: int, address: UOp, stride: int, *after: UOp) -> Statement:
+    """Load 16 rows of 64 bytes, the first from `address` (INDEX) and each next one `stride` bytes on. A statement."""
     _check(tile)
 
   @instruction(c=_block("__builtin_ia32_tilestored64({0}, {1}, {2});"))
-  def tile_store(self, tile: int, place: UOp, stride: int, *after: UOp) -> Statement:
-    """Store a tile to 16 rows of 64 bytes, the first at `place` (INDEX), each next one `stride` bytes on.
+  def tile_store(self, tile: int, address: UOp, stride: int, *after: UOp) -> Statement:
+    """Store a tile to 16 rows of 64 bytes, the first at `address` (INDEX), each next one `stride` bytes on.
 
     A statement.
     """

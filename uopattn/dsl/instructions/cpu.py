@@ -47,9 +47,9 @@ def _group_scales(lanes: int, each: int) -> str:
   size, count = 4 * lanes, lanes // each
   number = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[count]
   # All bytes are in each 16 bytes of the vector, so that none moves from one to another.
-  places = [i // 4 * 16 + i // each for i in range(lanes) for _ in range(4)]
-  shuffled = f"words y = (words)__builtin_shufflevector(all, all, {', '.join(map(str, places))}) >> 4;"
-  if lanes == 16:  # with VBMI one instruction takes eight bits from any place of the same 64, for each byte
+  sources = [i // 4 * 16 + i // each for i in range(lanes) for _ in range(4)]
+  shuffled = f"words y = (words)__builtin_shufflevector(all, all, {', '.join(map(str, sources))}) >> 4;"
+  if lanes == 16:  # with VBMI one instruction takes eight bits from anywhere in the same 64, for each byte
     shifts = [(8 * (i // each) + 8 * byte - 20) % 64 for i in range(lanes) for byte in range(4)]
     bits = f"__builtin_ia32_vpmultishiftqb512((selected){{{{{', '.join(map(str, shifts))}}}}}, (selected)all)"
     shuffled = (
@@ -109,12 +109,12 @@ class Cpu(Dialect):
   # The empty asm makes the address opaque, so clang keeps each prefetch in place. Otherwise it would move all
   # prefetches of an unrolled loop to its start, and processors drop some of such a burst.
   @instruction(
-    c='({{ const void *place = {0}; __asm__ volatile("" : "+r"(place)); __builtin_prefetch(place, 0, 2); 0; }})'
+    c='({{ const void *address = {0}; __asm__ volatile("" : "+r"(address)); __builtin_prefetch(address, 0, 2); 0; }})'
   )
-  def prefetch(self, place: UOp, *after: UOp) -> Statement:
+  def prefetch(self, address: UOp, *after: UOp) -> Statement:
     """Prefetch the cache line of a buffer's element into the L2 cache. A statement that changes no result.
 
-    Not into L1: a core can have too few L1 misses pending to reach full memory bandwidth. If `place` is past the
+    Not into L1: a core can have too few L1 misses pending to reach full memory bandwidth. If `address` is past the
     buffer's end, nothing is prefetched.
     """
 
@@ -168,7 +168,7 @@ class Cpu(Dialect):
       per_word: lanes per word of 32 bits: 1 or 2.
       to: INDEX of the first element that is written, float32.
       words: INDEX of the first word, uint32. The one after the last must exist: bytes of it may be read.
-      shift: the four bits' place in a lane.
+      shift: where the four bits are in a lane.
       table: 16 numbers.
     """
     entries = [UOp.const(x, dtypes.float) for x in table]

@@ -32,12 +32,14 @@ def _tensor_map() -> str:
   fields += [("element_stride", "32", f"{i}, ", "r", "1") for i in range(4)]
   fields += [("global_stride", "64", f"{i}, ", "l", f"(unsigned long long)({{{7 + i}}})") for i in range(3)]
   modes = [("elemtype", 1), ("interleave_layout", 0), ("swizzle_mode", 3), ("fill_mode", 0)]
-  place = ".shared::cta.b1024.b"
+  target = ".shared::cta.b1024.b"
   lines = [
-    f'asm volatile("tensormap.replace.tile.{name}{place}{bits} [%0], {at}%1;"::"r"(s),"{kind}"({value}):"memory");'
+    f'asm volatile("tensormap.replace.tile.{name}{target}{bits} [%0], {at}%1;"::"r"(s),"{kind}"({value}):"memory");'
     for name, bits, at, kind, value in fields
   ]
-  lines += [f'asm volatile("tensormap.replace.tile.{name}{place}32 [%0], {x};"::"r"(s):"memory");' for name, x in modes]
+  lines += [
+    f'asm volatile("tensormap.replace.tile.{name}{target}32 [%0], {x};"::"r"(s):"memory");' for name, x in modes
+  ]
   lane = '[&](){{ unsigned y; asm volatile("mov.u32 %0, %%laneid;":"=r"(y)); return y; }}()'
   return asm(
     f"if ({{11}}) {{{{ unsigned s = (unsigned)__cvta_generic_to_shared({{0}}), lane = {lane};"
@@ -308,7 +310,7 @@ class Cuda(Dialect):
     """Make tensor map `number` known to this lane's `tma_load`. A statement."""
 
   def tma_load(
-    self, to: UOp, number: int, barrier: UOp, place: tuple[UOp, UOp, UOp, UOp], keep: bool, *after: UOp
+    self, to: UOp, number: int, barrier: UOp, start: tuple[UOp, UOp, UOp, UOp], keep: bool, *after: UOp
   ) -> UOp:
     """Start copying a box of tensor map `number` to LDS, swizzled; one lane copies all of it. A statement.
 
@@ -316,10 +318,10 @@ class Cuda(Dialect):
 
     Args:
       to: LDS, aligned to 1024 bytes.
-      place: first column, row, head and batch.
+      start: first column, row, head and batch.
       keep: whether others will soon read the same, so that the L2 cache should keep it.
     """
-    return statement(_TMA_LOAD, self.name, after, to, number, barrier, *(x.cast(dtypes.int) for x in place), keep)
+    return statement(_TMA_LOAD, self.name, after, to, number, barrier, *(x.cast(dtypes.int) for x in start), keep)
 
   @instruction(
     cuda=ptx(

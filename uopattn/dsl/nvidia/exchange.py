@@ -57,13 +57,13 @@ class WarpgroupExchange:
   def store_words(self, words: list[UOp], first: UOp | int, *after: UOp) -> list[UOp]:
     """Store the words of left operands, whose first step is `first`."""
     p, steps = self.p.after(*after), range(len(words) // WORDS)
-    return [CUDA.store_chunk(p[self._place(first + i)], *words[WORDS * i : WORDS * (i + 1)]) for i in steps]
+    return [CUDA.store_chunk(p[self._offset(first + i)], *words[WORDS * i : WORDS * (i + 1)]) for i in steps]
 
   def load_words(self, steps: int, *after: UOp, where: UOp | None = None) -> list[UOp]:
     """Load the words of the left operands of so many steps; with `where`, zeros elsewhere."""
     p = self.p.after(*after)
-    places = [self._place(step) + word for step in range(steps) for word in range(WORDS)]
-    return [p[x if where is None else x.valid(where)].load() for x in places]
+    offsets = [self._offset(step) + word for step in range(steps) for word in range(WORDS)]
+    return [p[x if where is None else x.valid(where)].load() for x in offsets]
 
   def store_row(self, values: list[UOp], *after: UOp) -> UOp:
     """Store a number for each of this lane's two rows, the same in the row's four lanes."""
@@ -72,8 +72,8 @@ class WarpgroupExchange:
 
   def rows(self, warpgroup: UOp | int, *after: UOp) -> list[UOp]:
     """The numbers that a warpgroup has stored for this lane's rows."""
-    there, place = self.row.after(*after), warpgroup * THREADS + self.thread // QUAD * QUAD
-    return [there[place + half].load().bitcast(dtypes.float) for half in range(HALVES)]
+    there, row = self.row.after(*after), warpgroup * THREADS + self.thread // QUAD * QUAD
+    return [there[row + half].load().bitcast(dtypes.float) for half in range(HALVES)]
 
   def swapped(self, values: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
     """Store numbers as `store_row` does; return those of the other warpgroup, and that both have met."""
@@ -86,5 +86,5 @@ class WarpgroupExchange:
     first = (self.group.lane % QUAD).eq(0)
     return [first.where(a + b, 0.0) for a, b in zip(own, self.swapped(own, *after)[0], strict=True)]
 
-  def _place(self, step: UOp | int) -> UOp:
+  def _offset(self, step: UOp | int) -> UOp:
     return (step * THREADS + self.thread) * WORDS

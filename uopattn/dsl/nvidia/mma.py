@@ -186,8 +186,8 @@ class Mma:
     tile, first = rows
     if self.dtype == dtypes.float32:  # in the order of `as_left`
       row, k = first + lane // QUAD, step * 8 + lane % QUAD * 2
-      places = [(row + half * 8, k + i) for i in range(2) for half in range(HALVES)]
-      return UOp.stack(*[tile.element(*(place[::-1] if transposed else place)).bitcast(self.dtype) for place in places])
+      elements = [(row + half * 8, k + i) for i in range(2) for half in range(HALVES)]
+      return UOp.stack(*[tile.element(*(x[::-1] if transposed else x)).bitcast(self.dtype) for x in elements])
     if not transposed:
       return self.load_step(rows, step, lane)
     frag = self.scope.buffer(self.step // 2, dtype=self.dtype)

@@ -141,10 +141,10 @@ class NarrowTiles:
     for i in range(ceildiv(self.rows * pieces, self.threads)):
       piece = thread + i * self.threads
       row, part = piece // pieces, piece % pieces
-      place = to.memory[to.base + row * self.stride + part * (size // WORD)]
+      target = to.memory[to.base + row * self.stride + part * (size // WORD)]
       inside = None if isinstance(rows, int) and row.vmax < rows else row < rows
       start = (source.start if inside is None else source.gated_start)(first + row) * source.x.dtype.itemsize
-      copies.append(self.dialect.cp_async(place, flat[start + part * size], inside=inside, size=size))
+      copies.append(self.dialect.cp_async(target, flat[start + part * size], inside=inside, size=size))
     return copies
 
 
@@ -174,8 +174,8 @@ class NarrowMma(Mma):
       bits = tile.element(rows.first + lane // QUAD + half * MMA_N, there)
       return (bits if inside.vmin else inside.where(bits, UOp.const(0, bits.dtype))).bitcast(self.dtype)
 
-    places = [(half, first + 2 * pair + i) for pair in range(2) for half in range(HALVES) for i in range(2)]
-    return UOp.stack(*[element(half, column) for half, column in places])
+    elements = [(half, first + 2 * pair + i) for pair in range(2) for half in range(HALVES) for i in range(2)]
+    return UOp.stack(*[element(half, column) for half, column in elements])
 
   def load_right(self, tile: Any, first: int, step: int, lane: UOp, *after: UOp) -> list[UOp]:
     """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""

@@ -1,6 +1,6 @@
 """The score rows of a backward pass on NVIDIA: a query with the scores of it that a lane has.
 
-Rows of the accumulators are queries or keys. The place of an element is its tile of 16 rows, accumulator tile, and
+Rows of the accumulators are queries or keys. The index of an element is its tile of 16 rows, accumulator tile, and
 element; see `uopattn.dsl.nvidia.mma_layout`. A warp of a warpgroup has one tile of 16 rows.
 """
 
@@ -35,8 +35,8 @@ def score_rows_by_row(
   score_rows = []
   for (i, half), row in rows.items():
     lse, delta = row_stats[i, half]
-    places = [(i, j // MMA_N, 2 * half + j % 2) for j in offsets]
-    score_rows.append(ScoreRow(row, key, offsets, places, lse, -delta))
+    indices = [(i, j // MMA_N, 2 * half + j % 2) for j in offsets]
+    score_rows.append(ScoreRow(row, key, offsets, indices, lse, -delta))
   return score_rows
 
 

@@ -2,7 +2,7 @@
 
 Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile is stored in panels whose rows have at
 most 128 bytes (64 columns of 16 bits), the width of all banks. Within a row the chunks are permuted: chunk c of row r
-is stored at place c xor r, so that the same chunk of eight rows covers all banks. (A narrower panel has several rows
+is stored at c xor r, so that the same chunk of eight rows covers all banks. (A narrower panel has several rows
 per 128 bytes, and permutes by the index of the 128 bytes.) These are the hardware's 128-, 64- and 32-byte swizzles.
 
 Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wgmma.
@@ -120,14 +120,14 @@ class SwizzledTiles:
       row, down = row + down, 0
     if chunk.vmax >= (right & -right or per):  # adding `right` may carry
       chunk, right = chunk + right, 0
-    place = (chunk % per) ^ (row // (PANEL_BYTES // CHUNK_BYTES // per) % per)
-    first = self.base + (chunk // per * self.height + row) * self.width + place * self.chunk
+    swizzled = (chunk % per) ^ (row // (PANEL_BYTES // CHUNK_BYTES // per) % per)
+    first = self.base + (chunk // per * self.height + row) * self.width + swizzled * self.chunk
     return self.memory[(first ^ (right % per * self.chunk)) + (right // per * self.height + down) * self.width]
 
   def element(self, row: UOp, column: UOp, *after: UOp) -> UOp:
     """Load the bits of an element, after the statements `after`."""
-    place = self.at(row, column // self.chunk).src[1] + column % self.chunk
-    return (self.memory.after(*after) if after else self.memory)[place].load()
+    index = self.at(row, column // self.chunk).src[1] + column % self.chunk
+    return (self.memory.after(*after) if after else self.memory)[index].load()
 
   def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Start copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
@@ -171,7 +171,7 @@ class SwizzledTiles:
     """The row and the chunk that are a thread's i-th piece.
 
     Pieces run through the tile row by row. Those of long rows run panel by panel where all threads copy as much of each
-    panel: then a thread's places differ by constants, and need one register.
+    panel: then a thread's addresses differ by constants, and need one register.
     """
     chunks, per = self.columns // self.chunk, self.width // self.chunk
     rows = self.threads // per  # that the threads copy at once

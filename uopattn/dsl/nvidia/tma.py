@@ -77,8 +77,8 @@ class Source:
     unused = CHUNK_BYTES // view.x.dtype.itemsize
     steps = x.of_row, x.of_head if x.heads > 1 else unused, x.of_batch if x.batches > 1 else unused
     strides = cast(tuple[int, int, int], tuple(step // per for step in steps))
-    start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset // per)], self.room[self.number * MAP_WORDS]
-    return CUDA.tensor_map(place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
+    start, target = as_type(view.x, dtypes.ushort)[UOp.const(x.offset // per)], self.room[self.number * MAP_WORDS]
+    return CUDA.tensor_map(target, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
 
   def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp, numbers: UOp | None = None) -> UOp:
     """Start copying tile `n_tile` of a head to a slot, and what `numbers` points to. One thread does all of it."""
@@ -88,11 +88,11 @@ class Source:
     first = n_tile * self.tiles.rows - self.before
     if view.length.vmin == 0:  # the map has a row all the same, which must not be read
       first = (view.length > 0).where(first, int(view.length.vmax))
-    place, copies = (first, head % x.heads, head // x.heads), []
+    position, copies = (first, head % x.heads, head // x.heads), []
     expect_tx = CUDA.mbarrier_expect(barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
-      copies.append(CUDA.tma_load(to, self.number, barrier, (UOp.const(column), *place), self.keep, expect_tx))
+      copies.append(CUDA.tma_load(to, self.number, barrier, (UOp.const(column), *position), self.keep, expect_tx))
     if self.numbers is not None and numbers is not None:
       to, count = self.numbers[slot % self.tiles.slots * self.tiles.rows], 4 * self.tiles.rows
       copies.append(CUDA.bulk_load(to, numbers, count, barrier, expect_tx))

@@ -48,8 +48,8 @@ def transpose(s: Scope, source: SwizzledTiles, to: SwizzledTiles, warp: UOp, war
 def _move(s: Scope, source: SwizzledTiles, to: SwizzledTiles, columns: UOp, keys: UOp, lane: UOp, *after: UOp) -> UOp:
   """Move a piece: 16 columns of 32 keys."""
   words = s.buffer(4, dtype=dtypes.uint)
-  place = source.after(*after).at(keys * KEYS + lane, columns)
-  words = words.after(CUDA.ldmatrix(words[0], place, *after, trans=True))
+  address = source.after(*after).at(keys * KEYS + lane, columns)
+  words = words.after(CUDA.ldmatrix(words[0], address, *after, trans=True))
   pairs = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
   parts = [part(*pair) for pair in pairs for part in (CUDA.even_bytes, CUDA.odd_bytes)]
   row, chunk = columns * COLUMNS + lane % 16, keys * 2 + lane // 16

@@ -101,12 +101,12 @@ def _product(n: int, steps: int, kind: str, name: str, terms: int = 1) -> Instru
   def operand(text: str) -> str:
     return f"%{inputs.setdefault(text, count + len(inputs))}"
 
-  def along_row(x: str, place: int, term: int, step: int) -> str:  # columns are k: by 32 bytes, or to the next panel
+  def along_row(x: str, address: int, term: int, step: int) -> str:  # columns are k: by 32 bytes, or to the next panel
     panel, inner = term * ceildiv(steps, PANEL // K) + step // (PANEL // K), step % (PANEL // K) * K * 2 >> 4
-    return operand(_described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}"))
+    return operand(_described(f"{x} + {panel} * (({{{address}}}) * 2 >> 4) + {inner}"))
 
-  def along_column(x: str, place: int, term: int, step: int) -> str:  # rows are k: by 16 rows
-    first = f"{term * ceildiv(n, PANEL)} * (({{{place}}}) * 2 >> 4) + " if term else ""
+  def along_column(x: str, address: int, term: int, step: int) -> str:  # rows are k: by 16 rows
+    first = f"{term * ceildiv(n, PANEL)} * (({{{address}}}) * 2 >> 4) + " if term else ""
     return operand(_described(f"{x} + {first}{step * K * PANEL * 2 >> 4}"))
 
   for i, (left, right) in enumerate(PAIRS[terms]):

@@ -111,10 +111,10 @@ def _e2m1_bfloats(word: UOp, scales: UOp) -> list[UOp]:
   return [CUDA.fma_bfloats(x, scale, ZERO) for x in numbers]
 
 
-def _floats(word: UOp, place: int, mask: int) -> list[UOp]:
-  """The magnitudes of e2m1, three bits each, moved to `place` and where `mask` is, and their signs to the top."""
+def _floats(word: UOp, shift: int, mask: int) -> list[UOp]:
+  """The magnitudes of e2m1, three bits each, moved to bit `shift` and where `mask` is, and their signs to the top."""
 
   def moved(by: int) -> UOp:
     return word << by if by > 0 else word >> -by if by < 0 else word
 
-  return [(moved(place - 4 * i) & both(mask)) | (moved(12 - 4 * i) & both(0x8000)) for i in range(4)]
+  return [(moved(shift - 4 * i) & both(mask)) | (moved(12 - 4 * i) & both(0x8000)) for i in range(4)]

@@ -16,7 +16,7 @@ from tinygrad.helpers import ceildiv
 from uopattn.dsl.scope import clamp, least
 
 
-class Places(StrEnum):
+class IndexedBy(StrEnum):
   """How the bias element that a score reads depends on its query i and key j."""
 
   PAIRS = "i, j"
@@ -32,7 +32,7 @@ class Bias:
 
   Attributes:
     batches, heads: whether its element depends on the batch, and on the query head.
-    places: how it depends on the query and the key.
+    indexed_by: how it depends on the query and the key.
     read: for what a score_mod reads, the number of the aux Tensor, and of the read among those of this Tensor; None for
       an additive mask.
     count: for pairs, the queries whose gradients are wanted, from one on that the kernel is told; 0 is all of them.
@@ -40,19 +40,21 @@ class Bias:
 
   batches: bool
   heads: bool
-  places: Places
+  indexed_by: IndexedBy
   read: tuple[int, int] | None = None
   count: int = 0
 
   def __str__(self) -> str:
-    numbers = ("b" * self.batches, "h" * self.heads, self.places.value)
+    numbers = ("b" * self.batches, "h" * self.heads, self.indexed_by.value)
     return f"dbias[{', '.join(x for x in numbers if x)}]"
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> "Bias":
     """Return the bias that `asdict` made a record of, which JSON may have been in between."""
     read = record["read"]
-    return cls(**record | {"places": Places(record["places"]), "read": None if read is None else tuple(read)})
+    return cls(
+      **record | {"indexed_by": IndexedBy(record["indexed_by"]), "read": None if read is None else tuple(read)}
+    )
 
 
 class Item(NamedTuple):
@@ -121,12 +123,12 @@ class BiasWork:
     """Tiles of elements per such head."""
     blocks, tiles = self.blocks, self.tiles
     return {
-      Places.PAIRS: blocks * tiles,
-      Places.QUERIES: blocks,
-      Places.KEYS: tiles,
-      Places.DISTANCES: blocks + tiles - 1,
-      Places.ALL: 1,
-    }[self.bias.places]
+      IndexedBy.PAIRS: blocks * tiles,
+      IndexedBy.QUERIES: blocks,
+      IndexedBy.KEYS: tiles,
+      IndexedBy.DISTANCES: blocks + tiles - 1,
+      IndexedBy.ALL: 1,
+    }[self.bias.indexed_by]
 
   @property
   def items(self) -> int:
@@ -135,7 +137,7 @@ class BiasWork:
   @property
   def is_tiled(self) -> bool:
     """Whether an item has one tile of keys for each block of queries, and not all of them."""
-    return self.bias.places in (Places.PAIRS, Places.KEYS, Places.DISTANCES)
+    return self.bias.indexed_by in (IndexedBy.PAIRS, IndexedBy.KEYS, IndexedBy.DISTANCES)
 
   @property
   def _shared(self) -> int:
@@ -145,11 +147,11 @@ class BiasWork:
   def _blocks_of(self, group: UOp) -> tuple[UOp, UOp]:
     """The first block of queries of a group, and how many there are, one after another, that share elements."""
     blocks, tiles = self.blocks, self.tiles
-    if self.bias.places is Places.PAIRS:
+    if self.bias.indexed_by is IndexedBy.PAIRS:
       return group // tiles, UOp.const(1)
-    if self.bias.places is Places.QUERIES:
+    if self.bias.indexed_by is IndexedBy.QUERIES:
       return group, UOp.const(1)
-    if self.bias.places is Places.DISTANCES:
+    if self.bias.indexed_by is IndexedBy.DISTANCES:
       first = clamp(blocks - 1 - group, 0, blocks - 1)
       return first, clamp(least([UOp.const(blocks), blocks + tiles - 1 - group]) - first, 1, min(blocks, tiles))
     return UOp.const(0), UOp.const(blocks)
@@ -176,7 +178,7 @@ class BiasWork:
     (heads, M, N) for pairs; else (heads, splits, groups, block_m, block_n), to be summed over splits and what else
     shares an element within a tile.
     """
-    if self.bias.places is Places.PAIRS:
+    if self.bias.indexed_by is IndexedBy.PAIRS:
       return self.kept, self.M, self.N
     return self.kept, self.splits, self.groups, self.block_m, self.block_n
 
@@ -193,18 +195,18 @@ class BiasWork:
 
   def at(self, item: UOp, trip: UOp) -> Item:
     """What an item processes in a trip."""
-    places, group = self.bias.places, self.group(item)
+    indexed_by, group = self.bias.indexed_by, self.group(item)
     first, count = self._blocks_of(group)
     number = self.split(item) + trip * self.splits
     exists, number = number < self._shared * count, clamp(number, 0, self._shared * count - 1)
     shared, block = number // count, first + number % count
     head = self._head(self.kept_head(item), shared)
     tile: UOp | None = None
-    if places is Places.PAIRS:
+    if indexed_by is IndexedBy.PAIRS:
       tile = group % self.tiles
-    elif places is Places.KEYS:
+    elif indexed_by is IndexedBy.KEYS:
       tile = group
-    elif places is Places.DISTANCES:
+    elif indexed_by is IndexedBy.DISTANCES:
       tile = clamp(block + group - (self.blocks - 1), 0, self.tiles - 1)
     return Item(head, block * self.block_m, tile, exists)
 

@@ -6,7 +6,7 @@ The row's scale makes the largest scale of its groups 448, so that keys and valu
 times a group's scale has at most 7 significant bits: float16, bfloat16 and float32 hold it exactly.
 
 Eight elements share a word, little-endian. Bits 4i to 4i + 3 are element 2i, and bits 16 + 4i to 19 + 4i element
-2i + 1: a shift and a mask give two neighbours at the places of two 16-bit numbers.
+2i + 1: a shift and a mask give two neighbours at the positions of two 16-bit numbers.
 
 Scales of groups have no denormal numbers: all but the bias of their bits is then that of a float32. Only groups whose
 largest element is 2**-15 of the row's, or smaller, are rounded more coarsely by that.
@@ -69,7 +69,7 @@ def bits_of(word: UOp, scale: UOp, count: int, stored: FourBits, to: DType) -> l
 def number_at(word: UOp, shift: int, stored: FourBits) -> UOp:
   """`number_of` the bits of a word from `shift` on, in float32, in few instructions.
 
-  For e2m1, x = 1, 1.5, 2, 3, 4, 6, 8 or 12 has the magnitude's three bits in the right place; those of it that are too
+  For e2m1, x = 1, 1.5, 2, 3, 4, 6, 8 or 12 has the magnitude's three bits in the right position; those that are too
   large, of 0 and 1, are more than 2 x - 2.
   """
   if stored == INT4:
@@ -154,8 +154,8 @@ def of_tensor(x: Tensor, stored: FourBits) -> Tensor:
   D = elements_in(int(x.shape[-1]))
   lead = tuple(x.shape[:-1])
   elements, scales = x[..., : D // 2], x[..., D // 2 : D // 2 + D // GROUP].cast(dtypes.int)
-  places = elements.reshape(*lead, D // PER_WORD, 2, 2, 1).cast(dtypes.int)  # (word, odd, pair of pairs)
-  nibbles = (places & 15).cat(places >> 4, dim=-1).reshape(*lead, D // PER_WORD, 2, 4).transpose(-1, -2)
+  fields = elements.reshape(*lead, D // PER_WORD, 2, 2, 1).cast(dtypes.int)  # (word, odd, pair of pairs)
+  nibbles = (fields & 15).cat(fields >> 4, dim=-1).reshape(*lead, D // PER_WORD, 2, 4).transpose(-1, -2)
   numbers = number_of(nibbles, stored).reshape(*lead, D // GROUP, GROUP).cast(dtypes.float)
   # Halved by its exponent where `number_of` is twice the number: tinygrad would apply a factor to a product instead,
   # which may be infinite.

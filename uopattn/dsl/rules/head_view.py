@@ -208,7 +208,7 @@ class HeadView:
     return self.size * self.x.dtype.itemsize if self.four is None else columns_in(self.size)
 
   def per_bytes(self, count: int) -> int:
-    """The elements in so many bytes; `place` takes the scales of groups for elements past the last one."""
+    """The elements in so many bytes; `address` takes the scales of groups for elements past the last one."""
     return count // self.x.dtype.itemsize if self.four is None else 2 * count
 
   @property
@@ -234,7 +234,7 @@ class HeadView:
     if self.four is not None and self.to is not None:
       (bits,) = self.four_bits((self.start if inside is None else self.gated_start)(row), d, 1, inside)
       return bits.bitcast(self.to)
-    stored = self.place(row, d, inside).load()
+    stored = self.address(row, d, inside).load()
     return widened(stored, self.x.dtype, self.to) if self.to is not None and self.widens else stored
 
   def element_or_0(self, row: UOp, column: UOp, dtype: DType) -> UOp:
@@ -243,14 +243,14 @@ class HeadView:
     inside = inside if (has := self.has(column)) is None else inside & has
     return inside.where(self.element(row, column, inside).cast(dtype), 0.0)
 
-  def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
+  def address(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
     start = (self.start if inside is None else self.gated_start)(row)
     if self.four is not None:
       return self._word(start, d // PER_WORD, inside)
-    place = start + d
+    index = start + d
     memory = as_type(self.x, self.bits) if self.widens else self.x.base
-    return memory[place if inside is None else place.valid(inside)]
+    return memory[index if inside is None else index.valid(inside)]
 
   def gated_start(self, row: UOp) -> UOp:
     """`start` of a row for a load with a gate, which is false from `length` on.
@@ -263,8 +263,8 @@ class HeadView:
 
   def _word(self, start: UOp, word: UOp, inside: UOp | None) -> UOp:
     """Index a 32-bit word of a row that starts at a byte, a multiple of 4; words from size / 8 on hold the scales."""
-    place = start // 4 + word
-    return as_type(self.x, dtypes.uint)[place if inside is None else place.valid(inside)]
+    index = start // 4 + word
+    return as_type(self.x, dtypes.uint)[index if inside is None else index.valid(inside)]
 
   def word(self, row: UOp, word: UOp) -> UOp:
     """Index a 32-bit word of a row of elements of 4 bits; see `_word`."""

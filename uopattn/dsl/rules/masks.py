@@ -39,10 +39,10 @@ class Table:
     self.buffer, self.shape, self.ndim, self.dtype = buffer, sizes(buffer), len(sizes(buffer)), buffer.dtype
 
   def __getitem__(self, index: int | UOp | tuple[int | UOp, ...]) -> UOp:
-    places = index if isinstance(index, tuple) else (index,)
-    if len(places) != self.ndim:
-      raise IndexError(f"{len(places)} indices for a tensor of shape {self.shape}; there must be {self.ndim}")
-    indices = [_whole(x).cast(dtypes.weakint) for x in places]
+    given = index if isinstance(index, tuple) else (index,)
+    if len(given) != self.ndim:
+      raise IndexError(f"{len(given)} indices for a tensor of shape {self.shape}; there must be {self.ndim}")
+    indices = [_whole(x).cast(dtypes.weakint) for x in given]
     if 0 in self.shape:  # everything is out of bounds
       return UOp.const(0, self.dtype)
     doubts = [x < size for x, size in zip(indices, self.shape, strict=True) if x.vmax >= size]
@@ -132,7 +132,7 @@ class HeadMasks:
   b: UOp
   h: UOp
 
-  def place(self, row: UOp) -> tuple[UOp, UOp]:
+  def head_and_query(self, row: UOp) -> tuple[UOp, UOp]:
     """The query head and the query of a row. A row past the last one, which is no query, gets the last head."""
     r = self.rules
     return (self.h, row) if r.pack_gqa == 1 else (self.h + clamp(row // r.M, 0, r.pack_gqa - 1), row % r.M)
@@ -151,11 +151,11 @@ class HeadMasks:
 
   def last_seen(self, row: UOp) -> UOp:
     """The last key that a query sees; less than the first one, or negative, if it sees none."""
-    return reduce(UOp.minimum, [*self._lasts(self.place(row)[1]), UOp.const(self.rules.N - 1)])
+    return reduce(UOp.minimum, [*self._lasts(self.head_and_query(row)[1]), UOp.const(self.rules.N - 1)])
 
   def first_seen(self, row: UOp) -> UOp | None:
     """The first key that a query sees; None if it is 0 for all queries."""
-    firsts = self._firsts(self.place(row)[1])
+    firsts = self._firsts(self.head_and_query(row)[1])
     return reduce(UOp.maximum, firsts) if firsts else None
 
   def key_range(self, row: UOp, block_m: int, block_n: int) -> TileRange:
@@ -228,7 +228,7 @@ class HeadMasks:
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """Conditions, any of which hides a key below N from a query."""
-    query = self.place(row)[1]
+    query = self.head_and_query(row)[1]
     late = [key > last for last in self._lasts(query)]
     return late + [key < first for first in self._firsts(query)] + self.hidden_by_masks(row, key)
 
@@ -247,12 +247,18 @@ class HeadMasks:
     """The tiles in `tile_lists`. With `others`, other masks in use, no tile is known to be full."""
     assert self.rules.tile_lists is not None
     order, counts = self.rules.tile_lists
-    place = (self.b if sizes(order)[0] > 1 else UOp.const(0), self.h if sizes(order)[1] > 1 else UOp.const(0), block)
-    n_full, n_tiles = (clamp(counts[(*place, UOp.const(i))].load().cast(dtypes.weakint), i, tiles) for i in range(2))
+    first_axes = (
+      self.b if sizes(order)[0] > 1 else UOp.const(0),
+      self.h if sizes(order)[1] > 1 else UOp.const(0),
+      block,
+    )
+    n_full, n_tiles = (
+      clamp(counts[(*first_axes, UOp.const(i))].load().cast(dtypes.weakint), i, tiles) for i in range(2)
+    )
     n_full = UOp.const(0) if others or tiles < 2 else n_full
 
     def tile(position: UOp) -> UOp:
-      return clamp(order[(*place, clamp(position, 0, tiles - 1))].load().cast(dtypes.weakint), 0, tiles - 1)
+      return clamp(order[(*first_axes, clamp(position, 0, tiles - 1))].load().cast(dtypes.weakint), 0, tiles - 1)
 
     return TileRange(n_full, n_tiles if tiles > 1 else UOp.const(1), tile)
 
@@ -288,8 +294,8 @@ class HeadMasks:
 
   def numbers(self, row: UOp, key: UOp) -> list[UOp]:
     """The batch, head, query and key that mods and dropout use; see `Origin`."""
-    places = zip((self.b, *self.place(row), key), self.rules.origin.first, strict=True)
-    return [x + first if isinstance(first, UOp) or first else x for x, first in places]
+    positions = zip((self.b, *self.head_and_query(row), key), self.rules.origin.first, strict=True)
+    return [x + first if isinstance(first, UOp) or first else x for x, first in positions]
 
   def _indices(self, row: UOp, key: UOp) -> list[UOp]:
     return [x.cast(dtypes.int) for x in self.numbers(row, key)]
@@ -300,8 +306,8 @@ class HeadMasks:
       return self.rules.mask_tile(row, key)
     mask = self.rules.attn_mask
     assert mask is not None
-    places = (self.b, *self.place(row), key)
-    index = [UOp.const(0) if size == 1 else x for x, size in zip(places, sizes(mask), strict=True)]
+    positions = (self.b, *self.head_and_query(row), key)
+    index = [UOp.const(0) if size == 1 else x for x, size in zip(positions, sizes(mask), strict=True)]
     return Table(mask)[tuple(index)]
 
 

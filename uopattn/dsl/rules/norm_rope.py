@@ -138,8 +138,8 @@ class NormRope:
     assert self.cos is not None
     assert self.sin is not None
     positions, pairs = sizes(self.cos)
-    place = (clamp(row.position, 0, positions - 1) * pairs + c).valid(inside)
-    return read_float(self.cos, place), read_float(self.sin, place)
+    index = (clamp(row.position, 0, positions - 1) * pairs + c).valid(inside)
+    return read_float(self.cos, index), read_float(self.sin, index)
 
   def _normalized(self, row: Row, weight: UOp) -> Element:
     """Return the elements after the norm. Computes the sum of squares, as `AT_ONCE` sums."""

@@ -60,15 +60,15 @@ def widened(bits: UOp, stored: DType, to: DType) -> UOp:
   return number if to == dtypes.float else upper_half(number).bitcast(dtypes.bfloat16)
 
 
-def read_float(x: UOp | View, place: UOp) -> UOp:
+def read_float(x: UOp | View, index: UOp) -> UOp:
   """Load an element of 16 or 32 bits as float32.
 
   Args:
-    place: the flat index of the element in x, or in the buffer of a view.
+    index: the flat index of the element in x, or in the buffer of a view.
   """
   if x.dtype == dtypes.bfloat16:  # which not every GPU has
-    return widened(as_type(x, dtypes.ushort)[place].load(), x.dtype, dtypes.float)
-  return as_type(x, x.dtype)[place].load().cast(dtypes.float)
+    return widened(as_type(x, dtypes.ushort)[index].load(), x.dtype, dtypes.float)
+  return as_type(x, x.dtype)[index].load().cast(dtypes.float)
 
 
 def widened_bits(bits: UOp, stored: DType, to: DType) -> UOp:

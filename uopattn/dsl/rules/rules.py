@@ -21,7 +21,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, sizes
 
 LARGEST_CAP = 2.0**20  # of a softcap below which m in base 2 is far from `softmax.LARGEST_M_8`
-KEYS, VALUES = range(2)  # places in `Scales`
+KEYS, VALUES = range(2)  # indices of `Scales`
 LEAST_SCALE = 2.0**-100  # of a head; smaller ones are this: scores are 0 by either
 
 
@@ -154,8 +154,8 @@ class HeadRules(HeadMasks):
   def _of_head(self, *scales: UOp | None) -> UOp | None:
     """The product of this head's scales; None if there are none."""
     zero, present = UOp.const(0), [x for x in scales if x is not None]
-    places = [(self.b if sizes(x)[0] > 1 else zero, self._kv_head if sizes(x)[1] > 1 else zero) for x in present]
-    factors = [x[place].load() for x, place in zip(present, places, strict=True)]
+    indices = [(self.b if sizes(x)[0] > 1 else zero, self._kv_head if sizes(x)[1] > 1 else zero) for x in present]
+    factors = [x[i].load() for x, i in zip(present, indices, strict=True)]
     return reduce(UOp.__mul__, factors) if factors else None
 
   def keys(self, x: UOp, to: DType | None = None, kv_head: UOp | None = None) -> HeadView:
@@ -207,7 +207,7 @@ class HeadRules(HeadMasks):
 
   def sink(self, row: UOp) -> UOp | None:
     """The sink logit of a row; None without sinks."""
-    return None if self.rules.sinks is None else self.rules.sinks[self.place(row)[0]].load()
+    return None if self.rules.sinks is None else self.rules.sinks[self.head_and_query(row)[0]].load()
 
   def finished(self, m_i: UOp, l_i: UOp, row: UOp, exp2: Callable[[UOp], UOp], unit: Factor = 1.0) -> Row:
     """A row after its last key, with the scale of v in its factor; see `normalize`.
@@ -284,8 +284,8 @@ class HeadRules(HeadMasks):
       return p
     seed = r.seed[0].load(), r.seed[1].load()
     b, h, query, first = self.numbers(row, first)
-    place = ((b * (r.origin.heads or r.heads) + h) * (r.origin.M or r.M) + query).cast(dtypes.uint)
-    keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
+    score_row = ((b * (r.origin.heads or r.heads) + h) * (r.origin.M or r.M) + query).cast(dtypes.uint)
+    keep = [kept(seed, score_row, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
     return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
 
   def _scale(self, which: int, key: UOp, masked: bool) -> UOp:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.amd.fragments import MMA_SIZE, Fragments
-from uopattn.dsl.rules.bias import Places
+from uopattn.dsl.rules.bias import IndexedBy
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.amd_backward import Tiles as Backward
@@ -134,7 +134,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   p, bits = problem, 8 * problem.dtype.itemsize
   assert p.bias is not None
   f = Fragments.of(target.arch, bits)
-  least, square = Backward.least(f), p.bias.places is Places.DISTANCES
+  least, square = Backward.least(f), p.bias.indexed_by is IndexedBy.DISTANCES
   blocks = [n for n in (64, 32, 16) if n % least == 0 and (square or n < p.N + least)] or [least]
   for block in blocks:
     waves = block // MMA_SIZE if square else min(4, ceildiv(p.M, MMA_SIZE))

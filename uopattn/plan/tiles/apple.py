@@ -9,7 +9,7 @@ from typing import Any
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.apple.simdgroup import SIZE
-from uopattn.dsl.rules.bias import Places
+from uopattn.dsl.rules.bias import IndexedBy
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.apple_backward import Tiles as Backward
@@ -62,7 +62,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   """Yield the first tiles that fit, in the order of `backward`. Raises ValueError as `forward`."""
   p, itemsize = problem, problem.dtype.itemsize
   assert p.bias is not None
-  if p.bias.places is Places.DISTANCES:
+  if p.bias.indexed_by is IndexedBy.DISTANCES:
     candidates = [Backward(block // SIZE, 1, block, kept) for kept in (True, False) for block in BLOCKS]
   else:
     shapes = [(m, block) for m in ((2, 1) if p.M > SIZE else (1,)) for block in BLOCKS]

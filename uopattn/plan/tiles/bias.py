@@ -5,7 +5,7 @@ from typing import TypeVar
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.gpu.bias_mainloop import BiasTiles, Loops
-from uopattn.dsl.rules.bias import BiasWork, Places
+from uopattn.dsl.rules.bias import BiasWork, IndexedBy
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 
@@ -20,10 +20,10 @@ def with_splits(kind: type[Tiles], loop: Loops, problem: Problem, target: Target
   If an item has all tiles of keys of its blocks of queries, each item gets one block: so it can skip tiles.
   """
   work, wanted = BiasWork.of(problem, kind(loop)), ITEMS * target.multiprocessors
-  if work.bias.places is Places.PAIRS:
+  if work.bias.indexed_by is IndexedBy.PAIRS:
     return kind(loop)
   splits = min(work.trips, ceildiv(wanted, work.items))
-  if work.bias.places is Places.ALL:
+  if work.bias.indexed_by is IndexedBy.ALL:
     heads = work.trips // work.blocks
     shares = (x for x in range(1, heads + 1) if heads % x == 0 and work.items * work.blocks * x >= wanted)
     by_block = work.blocks * next(shares, heads)

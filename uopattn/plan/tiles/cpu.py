@@ -7,7 +7,7 @@ from tinygrad import dtypes
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.cpu.register_blocks import even
-from uopattn.dsl.rules.bias import BiasWork, Places
+from uopattn.dsl.rules.bias import BiasWork, IndexedBy
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import CPU_STACK, Target
@@ -138,10 +138,10 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   """
   p, lanes = problem, target.vector.lanes
   assert p.bias is not None
-  square = p.bias.places is Places.DISTANCES
+  square = p.bias.indexed_by is IndexedBy.DISTANCES
   vectors, unroll, block_m = backward_block(p, target)
   # Pairs: the more keys for each time that Q and dO are transposed, the better.
-  block_n = block_m if square else min(p.N, 256 if p.bias.places is Places.PAIRS else 64)
+  block_n = block_m if square else min(p.N, 256 if p.bias.indexed_by is IndexedBy.PAIRS else 64)
 
   def needed(block_m: int, block_n: int) -> int:
     return BiasBackward(block_m, block_n, 1, 1, lanes).stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4)
@@ -150,7 +150,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   block_m, block_n = fit_stack(needed, block_m, block_n, lanes, least_n, p)
   tiles = BiasBackward(block_m, block_n, unroll, vectors, lanes)
   work, wanted = BiasWork.of(p, tiles), items_per_thread(target.threads) * target.threads
-  splits = 1 if p.bias.places is Places.PAIRS else max(1, min(work.trips, ceildiv(wanted, work.items)))
+  splits = 1 if p.bias.indexed_by is IndexedBy.PAIRS else max(1, min(work.trips, ceildiv(wanted, work.items)))
   yield replace(tiles, splits=splits)
 
 

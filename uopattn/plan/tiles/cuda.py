@@ -9,7 +9,7 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, check_type
 from uopattn.dsl.nvidia.mma_layout import MMA_M
 from uopattn.dsl.nvidia.narrow import whole_blocks
-from uopattn.dsl.rules.bias import BiasWork, Places
+from uopattn.dsl.rules.bias import BiasWork, IndexedBy
 from uopattn.dsl.schedule import HEAD_SCALES, Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_backward import BITS
@@ -283,7 +283,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   """
   p, Dk, Dv, turing = problem, problem.Dk, problem.Dv, _check_backward(problem, target)
   assert p.bias is not None
-  step, square = STEP_BYTES // p.dtype.itemsize, p.bias.places is Places.DISTANCES
+  step, square = STEP_BYTES // p.dtype.itemsize, p.bias.indexed_by is IndexedBy.DISTANCES
   exact = step == 8 and not p.tf32
   for keys, kept, warps in BIAS:
     if exact and (kept or keys > 32):  # ptxas spills

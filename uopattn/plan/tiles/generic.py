@@ -6,7 +6,7 @@ from typing import Any
 from tinygrad.helpers import round_up
 
 from uopattn.dsl.gpu.thread_grid import GROUP
-from uopattn.dsl.rules.bias import Places
+from uopattn.dsl.rules.bias import IndexedBy
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import GENERIC, Target
 from uopattn.kernels.generic_backward import Tiles as Backward
@@ -93,7 +93,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   p = problem
   assert p.bias is not None
   sizes = [(_block(p.M, rows), min(block, round_up(p.N, GROUP))) for rows, block in BACKWARD]
-  if p.bias.places is Places.DISTANCES:
+  if p.bias.indexed_by is IndexedBy.DISTANCES:
     sizes = [(rows, block) for rows, block in BACKWARD if rows == block]
   candidates = [
     Backward(rows, block, _own(rows), ACROSS, in_local) for in_local in (True, False) for rows, block in sizes

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.rules.bias import BiasWork, Places
+from uopattn.dsl.rules.bias import BiasWork, IndexedBy
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_bias_backward import streams_queries
@@ -50,8 +50,8 @@ class Measured(NamedTuple):
     the end of workgroups leave.
     """
     p, block_m = problem, self.tiles.block_m
-    blocks, places = ceildiv(p.M, block_m), target.multiprocessors * self.resident
-    rows, waves = p.M / (blocks * block_m), p.heads * blocks / round_up(p.heads * blocks, places)
+    blocks, concurrent = ceildiv(p.M, block_m), target.multiprocessors * self.resident
+    rows, waves = p.M / (blocks * block_m), p.heads * blocks / round_up(p.heads * blocks, concurrent)
     keys, measured = (p.N / 2, LENGTH / 2) if p.is_causal else (p.N, LENGTH)  # a causal mask skips about half the tiles
     return self.speed * rows * waves * (1 + self.ends / measured) / (1 + self.ends / keys)
 
@@ -274,7 +274,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
   assert bias is not None
   if arch != "sm_90" or Dk % 8 or Dv % 8:
     raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
-  loop = BIAS[bias.places is Places.DISTANCES][max(Dk, Dv) > 64]
+  loop = BIAS[bias.indexed_by is IndexedBy.DISTANCES][max(Dk, Dv) > 64]
   tiles = with_splits(BiasBackward, Backward(*loop), problem, target)
   if not streams_queries(BiasWork.of(problem, tiles)):
     raise ValueError(f"{bias}: elements must be shared by heads or blocks of queries that have a tile of keys each")
