@@ -27,7 +27,7 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import Scope, as_type, clamp, make_kernel, sizes
 from uopattn.dsl.rules import norm_rope
 from uopattn.dsl.rules.four_bits import BYTES, GROUP, LARGEST_NUMBER, LARGEST_SCALE, rounded_group
-from uopattn.dsl.rules.norm_rope import AT_ONCE, NormRope, Part
+from uopattn.dsl.rules.norm_rope import AT_ONCE, NormRope, Span
 from uopattn.dsl.rules.quantized import LARGEST, FourBits, bfloat16_bits, read_float, rounded_bits
 from uopattn.dsl.scope import View, row_start
 
@@ -224,12 +224,12 @@ class _Row:
     """Return the stores of a row, and of its scale if it gets one."""
     if x.source.dtype == x.target.dtype and x.change is None:
       return [self._copied(x)]
-    parts = self._parts(x)
+    spans = self._spans(x)
     if x.source.dtype == x.target.dtype:
-      return self._each_element(x, parts, lambda value: _as_stored(value, x.target.dtype))
+      return self._each_element(x, spans, lambda value: _as_stored(value, x.target.dtype))
     scale, stores = UOp.const(1.0, dtypes.float), []
     if x.row_scales is not None:
-      scale = self._scale(parts, x.four or x.target.dtype)
+      scale = self._scale(spans, x.four or x.target.dtype)
       once = self.kept if self.lane is None else self.kept & self.lane.eq(0)
       index = self.target * sizes(x.row_scales)[-1] + self.row
       stores.append(x.row_scales.base[index.valid(once)].store(scale))
@@ -239,15 +239,15 @@ class _Row:
     usable = scale > 0
     divisor = usable.where(scale, 1.0)
     if x.four is not None:
-      (row,) = parts
+      (row,) = spans
       return [*stores, self._each_group(x, lambda d, within: usable.where(row.at(d, within) / divisor, 0.0))]
 
     def stored(value: UOp) -> UOp:
       return _eight_bits(usable.where(value / divisor, 0.0), x.target.dtype)
 
-    return [*stores, *self._each_element(x, parts, stored)]
+    return [*stores, *self._each_element(x, spans, stored)]
 
-  def _parts(self, x: Operand) -> list[Part]:
+  def _spans(self, x: Operand) -> list[Span]:
     """Return the elements of a row before they are rounded."""
     columns = sizes(x.source)[-1]
 
@@ -255,9 +255,9 @@ class _Row:
       return read_float(x.source, (row_start(x.source, self.head, self.i) + d).valid(inside))
 
     if x.change is None:
-      return [Part.of(columns, element)]
+      return [Span.of(columns, element)]
     row = norm_rope.Row(self.s, self.axes, self.lane is None, self.exists, self.position, columns, element)
-    return x.change.parts(row) if x.four is None else [Part.of(columns, x.change.element(row))]
+    return x.change.spans(row) if x.four is None else [Span.of(columns, x.change.element(row))]
 
   def _copied(self, x: Operand) -> UOp:
     word = WORDS[x.unit * x.source.dtype.itemsize]
@@ -269,19 +269,19 @@ class _Row:
 
     return self._each(sizes(x.source)[-1] // x.unit, store)
 
-  def _each_element(self, x: Operand, parts: list[Part], stored: Callable[[UOp], UOp]) -> list[UOp]:
+  def _each_element(self, x: Operand, spans: list[Span], stored: Callable[[UOp], UOp]) -> list[UOp]:
     """Return the stores of all elements of a row that is kept, as the integer `stored` of each."""
     start, integer = row_start(x.target, self.target, self.row), WORDS[x.target.dtype.itemsize]
     memory = as_type(x.target, integer)
 
-    def of_part(part: Part) -> Callable[[UOp, UOp], UOp]:
+    def storing(span: Span) -> Callable[[UOp, UOp], UOp]:
       def store(n: UOp, within: UOp) -> UOp:
-        values = part.values(n, within)
+        values = span.values(n, within)
         return UOp.group(*(memory[(start + d).valid(within)].store(stored(value)) for d, value in values))
 
       return store
 
-    return [self._each(part.steps, of_part(part)) for part in parts]
+    return [self._each(span.steps, storing(span)) for span in spans]
 
   def _each_group(self, x: Operand, element: norm_rope.Element) -> UOp:
     """Return the stores of a row that is kept in 4 bits: groups of elements, two in a byte, and their scales."""
@@ -305,17 +305,17 @@ class _Row:
     indices = [self.lane + n * LANES for n in range(ceildiv(count, LANES))]
     return UOp.group(*(store(c, self.kept if c.vmax < count else self.kept & (c < count)) for c in indices))
 
-  def _scale(self, parts: list[Part], dtype: DType) -> UOp:
+  def _scale(self, spans: list[Span], dtype: DType) -> UOp:
     """Return the scale of a row: 0 if its reciprocal would not be finite, and NaN if the row holds NaN or infinity."""
     largest = self.s.buffer(1, dtype=dtypes.int)
     largest = largest.after(largest.after(*self.axes)[0].store(UOp.const(0, dtypes.int)))
-    for part in parts:
-      many, count = self.lane is not None, part.steps
+    for span in spans:
+      many, count = self.lane is not None, span.steps
       step = self.s.axis(ceildiv(count, AT_ONCE), AxisType.REDUCE) if many else self.s.axis(count)
       running_max = largest.after(step)[0].load()
       for n in [step * AT_ONCE + n for n in range(min(count, AT_ONCE))] if many else [step]:
         inside = self.exists if n.vmax < count else self.exists & (n < count)
-        for _, value in part.values(n, inside):
+        for _, value in span.values(n, inside):
           # Without its sign: NaN > infinity > any number.
           bits = inside.where(value.bitcast(dtypes.int) & 0x7FFFFFFF, UOp.const(0, dtypes.int))
           running_max = running_max.maximum(bits)

@@ -57,15 +57,15 @@ def list_choosers(rows: UOp, times: UOp, totals: UOp, chosen: UOp, slots: UOp, *
   return make_kernel(f"list_choosers_{B}_{heads}_{M}_{keys}_{top_k}", (thread, item), total)
 
 
-def add_rows(sums: UOp, parts: UOp, rows: UOp, times: UOp, totals: UOp) -> UOp:
+def add_rows(sums: UOp, source: UOp, rows: UOp, times: UOp, totals: UOp) -> UOp:
   """Build the kernel that adds rows of a gradient to the keys that they belong to.
 
   Args:
     sums: (B, kv_heads, keys, D) float32, to which it adds.
-    parts: (B * M * kv_heads, top_k, D): for each query and key head the rows of the keys that it has chosen.
+    source: (B * M * kv_heads, top_k, D): for each query and key head the rows of the keys that it has chosen.
     rows, times, totals: see `list_choosers`; for all key heads, or one for all of them.
   """
-  (B, kv_heads, keys, D), (_, heads, M, _), top_k, s = sizes(sums), sizes(rows), sizes(parts)[1], Scope()
+  (B, kv_heads, keys, D), (_, heads, M, _), top_k, s = sizes(sums), sizes(rows), sizes(source)[1], Scope()
   threads = min(THREADS, round_up(D, WAVE))
   item, thread = s.axis(B * kv_heads * keys, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
   key, b, h = item % keys, item // keys // kv_heads, item // keys % kv_heads
@@ -80,7 +80,7 @@ def add_rows(sums: UOp, parts: UOp, rows: UOp, times: UOp, totals: UOp) -> UOp:
   factor = times.base[index].load().cast(dtypes.float)
   stores = []
   for i, d in enumerate(columns):
-    x = parts.base[(start + d).valid(d < D) if d.vmax >= D else start + d].load().cast(dtypes.float)
+    x = source.base[(start + d).valid(d < D) if d.vmax >= D else start + d].load().cast(dtypes.float)
     stores.append(acc[i].store(acc.after(e)[i].load() + x * factor))
   acc = acc.after(UOp.group(*stores).end(e))
   stores = []
@@ -90,20 +90,20 @@ def add_rows(sums: UOp, parts: UOp, rows: UOp, times: UOp, totals: UOp) -> UOp:
   return make_kernel(f"add_rows_{B}_{kv_heads}_{heads}_{M}_{keys}_{top_k}_{D}", (thread, item), *stores)
 
 
-def put_queries(to: UOp, part: UOp, first: UOp) -> UOp:
+def put_queries(to: UOp, source: UOp, first: UOp) -> UOp:
   """Build the kernel that stores the rows of some queries of each batch.
 
   Args:
     to: (B, M, width), the output.
-    part: (B, count, width), in any dtype: those of queries from `first` on. Those from M on are left out.
+    source: (B, count, width), in any dtype: those of queries from `first` on. Those from M on are left out.
     first: (1,) int32.
   """
-  (B, M, width), count, s = sizes(to), sizes(part)[1], Scope()
+  (B, M, width), count, s = sizes(to), sizes(source)[1], Scope()
   blocks = ceildiv(width, THREADS)
   item, thread = s.axis(B * count * blocks, AxisType.GLOBAL), s.axis(THREADS, AxisType.LOCAL)
   row, d = item // blocks, item % blocks * THREADS + thread
   query = first.base[0].load().cast(dtypes.weakint) + row % count
   inside = all_of(query < M, d < width).ne(0)
   index = ((row // count * M + clamp(query, 0, M - 1)) * width + d).valid(inside)
-  value = part.base[(row * width + d).valid(d < width)].load().cast(to.dtype)
+  value = source.base[(row * width + d).valid(d < width)].load().cast(to.dtype)
   return make_kernel(f"put_queries_{B}_{M}_{count}_{width}", (thread, item), to.base[index].store(value))

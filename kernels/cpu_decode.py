@@ -10,8 +10,8 @@ K and V are read in memory order, straight into registers; 16-bit elements are w
 unpacked is in `uopattn.dsl.cpu.nibbles`.
 
 Memory bandwidth limits the speed, so reads must always be in flight. Q K^T, softmax and P V alternate too quickly for
-the hardware prefetcher. Q K^T therefore prefetches the tile's values, cache line by cache line, and P V prefetches the
-next tile's keys. Some processors, such as Zen 4, drop prefetches that they cannot queue; there each line is prefetched
+the hardware prefetcher. Q K^T therefore shares the tile's values, cache line by cache line, and P V shares the
+next tile's keys. Some processors, such as Zen 4, drop shares that they cannot queue; there each line is prefetched
 again shortly before its use.
 
 Storage: a strip of `unroll_m` rows by `unroll_n` keys (of Q K^T), or by `unroll_d` vectors of value columns (of P V),
@@ -119,7 +119,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   m_i = s.assign(s.buffer(block_m), lambda r: LOWEST, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)  # one partial sum per lane
 
-  loop = keys.loop_up(s, *outer)  # hardware prefetches in that direction
+  loop = keys.loop_up(s, *outer)  # hardware shares in that direction
   tile, next_tile = keys.at(loop.index).with_pages(s, loop.axes), keys.at(loop.index + 1)
   k_tile, k_next = KeyRows.of(tile, k), KeyRows.of(next_tile, k)
   v_tile = KeyRows.repeating(tile, v) if tiles.pairs else KeyRows.new(tile, v)
@@ -188,9 +188,9 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
         return q[row, first + w] * k[n, first + w] if nibbles is None else unpacked(a % keys, i).dot(q, row, first, w)
 
       def fetches(i: UOp) -> list[UOp]:
-        part = (key * row_strips + row_strip * keys) * chunks_in_all + (chunks_before + i) * keys
-        parts = block_n * row_strips * chunks_in_all
-        share = (block_n, part, keys, parts, (*inner, i))
+        first = (key * row_strips + row_strip * keys) * chunks_in_all + (chunks_before + i) * keys
+        shares = block_n * row_strips * chunks_in_all
+        share = (block_n, first, keys, shares, (*inner, i))
         return [v.prefetch(s, *share), *([] if tiles.one_prefetch else [k.prefetch(s, *share, ahead=AHEAD)])]
 
       def dots(before: UOp, i: UOp) -> list[UOp]:
@@ -306,9 +306,9 @@ def multiply_pv(
       return weight * unpacked(n).scales[m] * unpacked(n).number(a % len(planes), m)
 
     def fetches(i: UOp) -> list[UOp]:
-      part = ((before_it + strip) * row_strips + row_strip) * block_n + i * keys
-      parts = strips_in_all * row_strips * block_n
-      share = (block_n, part, keys, parts, (*inner, i))
+      first = ((before_it + strip) * row_strips + row_strip) * block_n + i * keys
+      shares = strips_in_all * row_strips * block_n
+      share = (block_n, first, keys, shares, (*inner, i))
       return [k_next.prefetch(s, *share), *([] if tiles.one_prefetch else [v.prefetch(s, *share, ahead=AHEAD)])]
 
     def dots(before: UOp, i: UOp) -> list[UOp]:

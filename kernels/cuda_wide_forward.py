@@ -358,8 +358,8 @@ class SliceMma:
     # Few products are independent: one sum over the even steps and one over the odd ones wait half as long.
     steps = q_tile.columns // self.tiles.step
     chains = 2 if self.tiles.registers(self.Dv) < 100 and steps > 1 else 1
-    parts = [self.mma.mma_abt(left, k_slice, lane, zero, range(i, steps, chains)) for i in range(chains)]
-    tiles = [[reduce(UOp.__add__, x) for x in zip(*row, strict=True)] for row in zip(*parts, strict=True)]
+    sums = [self.mma.mma_abt(left, k_slice, lane, zero, range(i, steps, chains)) for i in range(chains)]
+    tiles = [[reduce(UOp.__add__, x) for x in zip(*row, strict=True)] for row in zip(*sums, strict=True)]
     return [row_elements(tile, half) for tile in tiles for half in range(HALVES)]
 
   def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:

@@ -63,7 +63,7 @@ class Tiles(generic_backward.Tiles):
     return Workgroup(s, heads, blocks, 1, self.threads)
 
   def unit(self, s: Scope, group: Workgroup, dtype: DType) -> "WideRows":
-    """The threads' part in the products, which are of float32 for any type."""
+    """The threads' share of the products, which are of float32 for any type."""
     return WideRows(ThreadGrid(s, group.thread, self.own, self.across), group, self, {})
 
 

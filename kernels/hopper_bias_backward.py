@@ -36,7 +36,7 @@ from uopattn.dsl.schedule import DTYPES_16, BackwardInputs, Kernel, Schedule
 from uopattn.kernels import hopper_backward
 from uopattn.kernels.hopper_backward import rows_of
 
-PART = 64  # keys whose scores are computed at a time
+CHUNK = 64  # keys whose scores are computed at a time
 
 
 class Tiles(BiasTiles):
@@ -46,8 +46,8 @@ class Tiles(BiasTiles):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.block_n % PART:
-      raise ValueError(f"Tiles.loop.block={self.block_n}: must be a multiple of {PART}")
+    if self.block_n % CHUNK:
+      raise ValueError(f"Tiles.loop.block={self.block_n}: must be a multiple of {CHUNK}")
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
@@ -122,23 +122,23 @@ class TripUnit:
   def add(self, tiles: Sequence[SwizzledTiles], first: UOp, masked: bool, acc: UOp) -> UOp:
     """Add the tile of keys from `first` on to the sums, given tiles of K, V, Q and dO. Returns the end of it."""
     k, v, q, do = tiles
-    scores = [self.s.buffer(PART // 2) for _ in range(2)]  # S and dP
+    scores = [self.s.buffer(CHUNK // 2) for _ in range(2)]  # S and dP
     done = q.memory
-    for part in range(self.tiles.block_n // PART):
-      started = self.start(q, k, part, scores[0], done)
-      started = self.start(do, v, part, scores[1], started)
-      rows = self.score_rows(first + part * PART, lambda query: self.stats.of(query, True), PART)
-      ready = wgmma.wait(0, PART, scores[1][0], wgmma.wait(1, PART, scores[0][0], started))
+    for chunk in range(self.tiles.block_n // CHUNK):
+      started = self.start(q, k, chunk, scores[0], done)
+      started = self.start(do, v, chunk, scores[1], started)
+      rows = self.score_rows(first + chunk * CHUNK, lambda query: self.stats.of(query, True), CHUNK)
+      ready = wgmma.wait(0, CHUNK, scores[1][0], wgmma.wait(1, CHUNK, scores[0][0], started))
       products, grads = (elements_of(x.after(ready)) for x in scores)
       ds = score_gradients(self.rules, rows, weights(CUDA, self.rules, rows, products, masked), grads)
-      done = UOp.group(*add_gradients(self.rules, rows, ds, products, acc, acc.after(ready), part * PART // 2))
+      done = UOp.group(*add_gradients(self.rules, rows, ds, products, acc, acc.after(ready), chunk * CHUNK // 2))
     return done
 
-  def start(self, rows: SwizzledTiles, tile: SwizzledTiles, part: int, into: UOp, *after: UOp) -> UOp:
-    """Start the product of this warpgroup's rows with a part of those of a tile, (64, 64)."""
+  def start(self, rows: SwizzledTiles, tile: SwizzledTiles, chunk: int, into: UOp, *after: UOp) -> UOp:
+    """Start the product of this warpgroup's rows with a chunk of those of a tile, (64, 64)."""
     left = rows.after(*after).address(self.group.warp // wgmma.WARPS * wgmma.M)
-    right, steps, panels = tile.after(*after).address(part * PART), rows.columns // wgmma.K, (rows.panel, tile.panel)
-    return wgmma.start(self.dtype, PART, steps, into[0], left, right, panels, *after)
+    right, steps, panels = tile.after(*after).address(chunk * CHUNK), rows.columns // wgmma.K, (rows.panel, tile.panel)
+    return wgmma.start(self.dtype, CHUNK, steps, into[0], left, right, panels, *after)
 
 
 SCHEDULE = Schedule(

@@ -10,7 +10,7 @@ Before the last dK of the tile is started:
     sync, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where it is added to memory
 Where Dk is above 64 a warpgroup has 64 keys: both wait for each other, and each computes 64 columns of dQ over all
-keys. Up to 64 it computes dQ over its own keys only, and the second warpgroup adds its part to the first one's in
+keys. Up to 64 it computes dQ over its own keys only, and the second warpgroup adds its share to the first one's in
 shared memory. So the first one never waits, and one computes P and dS while the other multiplies. It then has 128 keys,
 which halves what is added to memory; but 64 where Dv is above 64, or where masks on single keys, score functions or
 dropout need the registers.
@@ -24,7 +24,7 @@ There are three kernels: `begin` puts the LSE and delta of each query where copi
 the semaphores to 0; `backward` is the pass; `finish` rounds dQ. `preferred` says which cases are left to
 `hopper_backward`.
 
-Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), dQ of a tile, and
+Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
 (`uopattn.dsl.nvidia.gradient_pipeline`). nvcc 13 spills nothing without score functions.
 
@@ -80,7 +80,7 @@ from uopattn.dsl.schedule import (
 from uopattn.dsl.target import Target
 
 BLOCK = 64  # queries per tile
-PART = 64  # columns of a part of dQ, whose rows are a tile
+SLICE = 64  # columns of dQ that a warpgroup computes
 WARPGROUPS = 2  # that compute
 REGISTERS_PER_THREAD = (24, 240)  # of the producer and of the consumers, of 65536
 
@@ -119,14 +119,14 @@ class Tiles:
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles], SwizzledTiles]:
     """Shared memory for K and V, for tiles of Q and dO, and for dS, keys by queries."""
     widths = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)]
-    stationary = [SwizzledTiles.make(s, self.rows, width, 1, 1, least=PART) for width in widths]
-    streamed = [SwizzledTiles.make(s, BLOCK, width, self.stages, 1, least=PART) for width in widths]
-    return stationary, streamed, SwizzledTiles.make(s, self.rows, BLOCK, 2, 1, least=PART)
+    stationary = [SwizzledTiles.make(s, self.rows, width, 1, 1, least=SLICE) for width in widths]
+    streamed = [SwizzledTiles.make(s, BLOCK, width, self.stages, 1, least=SLICE) for width in widths]
+    return stationary, streamed, SwizzledTiles.make(s, self.rows, BLOCK, 2, 1, least=SLICE)
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    return ds.bytes + 4 * parts(Dk) * BLOCK * PART + GradientPipeline.shared_bytes(stationary, streamed)
+    return ds.bytes + 4 * slices(Dk) * BLOCK * SLICE + GradientPipeline.shared_bytes(stationary, streamed)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
@@ -135,7 +135,7 @@ class Tiles:
   @classmethod
   def of(cls, problem: Problem) -> "Tiles":
     """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
-    return cls(row_tiles=2 if max(problem.Dk, problem.Dv) <= PART and problem.light_on_registers else 1)
+    return cls(row_tiles=2 if max(problem.Dk, problem.Dv) <= SLICE and problem.light_on_registers else 1)
 
 
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
@@ -143,9 +143,9 @@ L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head size
 FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)
 
 
-def parts(Dk: int) -> int:
+def slices(Dk: int) -> int:
   """Parts of a tile's dQ."""
-  return ceildiv(Dk, PART)
+  return ceildiv(Dk, SLICE)
 
 
 def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
@@ -154,7 +154,7 @@ def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
   With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache.
   """
   of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
-  return min(kv_heads, max(1, L2_BYTES[Dk > PART] // of_head))
+  return min(kv_heads, max(1, L2_BYTES[Dk > SLICE] // of_head))
 
 
 def preferred(problem: Problem, target: Target) -> bool:
@@ -199,18 +199,18 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, scale: float) -> UOp:
 
   Args:
     dq: (heads, M, Dk), receives dQ.
-    dq_sum: (heads, tiles, parts, 4096) float32, the sums as accumulators lie in registers.
+    dq_sum: (heads, tiles, slices, 4096) float32, the sums as accumulators lie in registers.
     semaphores: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
     scale: factor of the sums.
   """
-  (heads, M, Dk), (_, n_tiles, parts, _) = sizes(dq), sizes(dq_sum)
+  (heads, M, Dk), (_, n_tiles, slices, _) = sizes(dq), sizes(dq_sum)
   s = Scope()
   group = Workgroup(s, heads, n_tiles, WARPS, WARP)
-  tile, values = group.head * n_tiles + group.block, s.buffer(parts * PART // 2)
+  tile, values = group.head * n_tiles + group.block, s.buffer(slices * SLICE // 2)
   added = semaphores.base[tile].load().ne(0)
   stores = []
-  for i in range(parts * PART // MMA_N):
-    at = ((tile * parts * (PART // MMA_N) + i) * THREADS + group.thread) * 4
+  for i in range(slices * SLICE // MMA_N):
+    at = ((tile * slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
     stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
   acc, first = values.after(UOp.group(*stores)), group.block * BLOCK + group.warp * MMA_M
   rows = [first + row_of(group.lane, half) for half in range(HALVES)]
@@ -235,7 +235,7 @@ def backward(
   """Build the kernel of the pass.
 
   Args:
-    dq_sum: (heads, tiles, parts, 4096) float32, receives the sums for dQ.
+    dq_sum: (heads, tiles, slices, 4096) float32, receives the sums for dQ.
     dk, dv: as k and v, receive their gradients.
     semaphores: (heads, tiles) int32, 0 before.
     q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
@@ -260,16 +260,16 @@ def backward(
     return lse, delta
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
-  part = s.buffer(parts(Dk) * BLOCK * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  dq_tile = s.buffer(slices(Dk) * BLOCK * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, WARPGROUPS * WARPS, REGISTERS_PER_THREAD)
 
-  beside = partial(add_dq, s, group, members, semaphores, dq_sum, part, pipe.free)
+  beside = partial(add_dq, s, group, members, semaphores, dq_sum, dq_tile, pipe.free)
   started = pipe.start(views, group.block, members, numbers, beside)
   heads_here = members()
   in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
   firsts = [in_group + tiles.row(group.warp // WARPS, i) for i in range(tiles.row_tiles)]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
-  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
+  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, dq_tile)
   sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]
   store_dk, store_dv = (Epilogue(x, group.head, group.lane).store_halves for x in (dk, dv))
   stores = []
@@ -293,25 +293,25 @@ def add_dq(
   members: Callable[[], QueryHeads],
   semaphores: UOp,
   dq_sum: UOp,
-  part: UOp,
+  dq_tile: UOp,
   barrier: UOp,
   after: UOp,
 ) -> UOp:
   """Add dQ of all tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
 
   Args:
-    part: shared memory for dQ of a tile.
+    dq_tile: shared memory for dQ of a tile.
     barrier: signals that it may be written again.
   """
   once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, entry = loop(s, heads.query_range.n_tiles, after, once, *outer)
-  tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(part)[0]
+  tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(dq_tile)[0]
   taken = CUDA.semaphore_wait(semaphores.base[tile], block, leads & (block > 0), *entry)
   givers = 1 if sizes(dq_sum)[2] == 1 else WARPGROUPS
   met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
-  added = CUDA.tma_reduce_add(dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
+  added = CUDA.tma_reduce_add(dq_sum.base[tile * size], dq_tile.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = CUDA.mbarrier_arrive(barrier[0], leads, CUDA.bulk_wait_read(leads, added))
   done = CUDA.semaphore_release(semaphores.base[tile], block + 1, leads, CUDA.bulk_wait(leads, free)).end(n)
   for axis in (*outer, once):
@@ -362,7 +362,7 @@ class Mainloop:
   @property
   def splits_columns(self) -> bool:
     """Whether each warpgroup has some columns of dQ; else each adds the product of its keys to the one before it."""
-    return sizes(self.dq)[0] > BLOCK * PART
+    return sizes(self.dq)[0] > BLOCK * SLICE
 
   def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
     """Add all tiles to dK and dV, of each tile of keys. Returns them."""
@@ -370,7 +370,7 @@ class Mainloop:
     kv_ready = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
     scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
-    part, heads = self.s.buffer(PART // 2), self.heads
+    dq, heads = self.s.buffer(SLICE // 2), self.heads
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
 
@@ -378,7 +378,7 @@ class Mainloop:
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
       old = all_after(inside, trip)
-      done = self.attend(first + trip, masked, scores, words, part, old, kv_ready, *outer, trip).end(trip)
+      done = self.attend(first + trip, masked, scores, words, dq, old, kv_ready, *outer, trip).end(trip)
       inside = all_after(inside, done)
     for axis in outer:
       done = done.end(axis)
@@ -390,7 +390,7 @@ class Mainloop:
     masked: bool,
     scores: list[UOp],
     words: list[UOp],
-    part: UOp,
+    dq: UOp,
     sums: list[list[UOp]],
     *after: UOp,
   ) -> UOp:
@@ -399,7 +399,7 @@ class Mainloop:
     Args:
       scores: registers for S and dP.
       words: registers for P and dS, in packed 16-bit words.
-      part: registers for this warpgroup's part of dQ.
+      dq: registers for this warpgroup's slice of dQ.
       sums: dK and dV of each tile of keys.
     """
     pipe, rules = self.pipe, self.heads.rules
@@ -433,22 +433,22 @@ class Mainloop:
         issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, number, before, ready))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
         issued = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), issued))
-    started = self.start_part(number, part, self.sync(CUDA.fence_proxy_async(issued)))
+    started = self.start_dq(number, dq, self.sync(CUDA.fence_proxy_async(issued)))
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
-    waited = wait_for(1, part, wait_for(2, of_dv, started))
+    waited = wait_for(1, dq, wait_for(2, of_dv, started))
     free = CUDA.mbarrier_wait(pipe.free[0], (number + 1) % 2, waited)
-    arrival = self.give(CUDA.fence_proxy_async(*self.store_part(part.after(free), free)))
+    arrival = self.give(CUDA.fence_proxy_async(*self.store_dq(dq.after(free), free)))
     return pipe.q.release(number, wait_for(0, of_dk, arrival))
 
   def sync(self, *after: UOp) -> UOp:
-    """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
+    """Wait until dS, and what this warpgroup adds its slice of dQ to, are in shared memory."""
     if self.splits_columns:
       return CUDA.named_barrier_sync(DS_STORED, WARPGROUPS * THREADS, *after)
     threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
     return CUDA.named_barrier_sync(DS_STORED + self.warpgroup, threads, *after)
 
   def give(self, *after: UOp) -> UOp:
-    """Signal that the part of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
+    """Signal that the slice of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
     if self.splits_columns:
       return CUDA.named_barrier_arrive(DS_STORED + WARPGROUPS, WARPGROUPS * THREADS + WARP, UOp.const(True), *after)
     threads = self.warpgroup.eq(WARPGROUPS - 1).where(UOp.const(THREADS + WARP), 2 * THREADS)
@@ -490,31 +490,31 @@ class Mainloop:
       for i in range(0, BLOCK // MMA_N, 2)
     ]
 
-  def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
-    """Start this warpgroup's part of dS^T K, (64, 64): some columns of it, or the product of its keys."""
+  def start_dq(self, number: UOp, dq: UOp, *after: UOp) -> UOp:
+    """Start this warpgroup's slice of dS^T K, (64, 64): some columns of it, or the product of its keys."""
     tiles, ds, k = self.tiles, self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
     if self.splits_columns:
       form = wgmma.Form.BY_ROWS
       keys, left, right = tiles.rows, ds.base, k.base + self.warpgroup * k.panel
     else:
       form = wgmma.Form.BY_ROWS_ADDED
-      first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
+      first, keys = tiles.row(self.warpgroup, 0) * SLICE, tiles.row_tiles * wgmma.M
       left, right = ds.base + first, k.base + first
       partial_dq = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.dq_offsets()]
-      after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(partial_dq))
+      after = tuple(dq.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(partial_dq))
     a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
-    return wgmma.start(self.dtype, PART, steps, part[0], a, b, (ds.panel, k.panel), *after, form=form)
+    return wgmma.start(self.dtype, SLICE, steps, dq[0], a, b, (ds.panel, k.panel), *after, form=form)
 
   def dq_offsets(self) -> list[UOp]:
-    """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
-    part = self.warpgroup * self.splits_columns * (PART // MMA_N)
+    """Where the elements of this thread's slice of dQ are in shared memory, as accumulators lie in registers."""
+    first = self.warpgroup * self.splits_columns * (SLICE // MMA_N)
     return [
-      ((part + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(PART // MMA_N) for e in range(4)
+      ((first + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(SLICE // MMA_N) for e in range(4)
     ]
 
-  def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
-    """Store this warpgroup's part of dQ to shared memory."""
-    memory, words = self.dq.after(*after), [part[i].load().bitcast(dtypes.uint) for i in range(PART // 2)]
+  def store_dq(self, dq: UOp, *after: UOp) -> list[UOp]:
+    """Store this warpgroup's slice of dQ to shared memory."""
+    memory, words = self.dq.after(*after), [dq[i].load().bitcast(dtypes.uint) for i in range(SLICE // 2)]
     offsets = self.dq_offsets()
     return [CUDA.store_chunk(memory[offsets[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
 
@@ -522,7 +522,7 @@ class Mainloop:
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, 2, round_up(p.M, BLOCK)), in_float32, scratch=True)
 SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
 DQ_SUM = Buffer(
-  "dq_sum", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), parts(p.Dk), BLOCK * PART), in_float32, scratch=True
+  "dq_sum", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), slices(p.Dk), BLOCK * SLICE), in_float32, scratch=True
 )
 
 

@@ -39,8 +39,8 @@ def words_of(rows: HeadView, exists: UOp = ALWAYS, *after: UOp) -> Load:
     first = rows.start(row)
     if rows.in_chunks(count):
       return _or_zero(words, first // count, word, size // count, exists)
-    parts = [_or_zero(elements, first, count * word + i, size, exists).cast(dtypes.uint) for i in range(count)]
-    return reduce(UOp.__or__, [parts[0], *(part << bits * i for i, part in enumerate(parts[1:], 1))])
+    loaded = [_or_zero(elements, first, count * word + i, size, exists).cast(dtypes.uint) for i in range(count)]
+    return reduce(UOp.__or__, [loaded[0], *(x << bits * i for i, x in enumerate(loaded[1:], 1))])
 
   return load
 

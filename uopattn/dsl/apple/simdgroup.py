@@ -67,7 +67,7 @@ class Simdgroup:
     return [n + i for n in range(0, columns, SIZE) for i in range(PAIR)]
 
   def load(self, source: HeadView, rows: Sequence[UOp], *after: UOp) -> list[list[Matrix]]:
-    """Load rows of a head from global memory, once `after` is done, as this lane's part of left operands.
+    """Load rows of a head from global memory, once `after` is done, as this lane's elements of left operands.
 
     Args:
       rows: this lane's row of each tile of eight. What does not exist is 0.

@@ -1,7 +1,7 @@
 """The online softmax of a unit, one or two groups of 16 queries, for products by matrix tiles (AMX).
 
-A score is that of one key for 16 queries, one per lane. Weights are computed in parts, among tile products, and stored
-as right operands, see `uopattn.dsl.cpu.amx_operands`. m follows the row maxima lazily, as in FlashAttention-4.
+A score is that of one key for 16 queries, one per lane. Weights are computed piece by piece, among tile products, and
+stored as right operands, see `uopattn.dsl.cpu.amx_operands`. m follows the row maxima lazily, as in FlashAttention-4.
 """
 
 from collections.abc import Callable
@@ -130,10 +130,10 @@ def rescale(s: Scope, acc: UOp, group: UOp, alpha: UOp, *after: UOp) -> UOp:
 
 
 class Weighing(NamedTuple):
-  """The weights of a unit, which are computed in parts, among tile products.
+  """The weights of a unit, which are computed piece by piece, among tile products.
 
   Attributes:
-    weights: P^T as right operands, (slots groups, parts, block_n / 2, 16) pairs.
+    weights: P^T as right operands, (slots groups, terms, block_n / 2, 16) pairs.
     slot: the unit's in it.
     scores: (slots groups, block_n, 16) float32.
     at: the unit's slot in them.
@@ -183,7 +183,7 @@ class Weighing(NamedTuple):
     return done
 
   def _of_group(self, j: UOp | int, pair: UOp, rows: int, *after: UOp) -> UOp:
-    _, parts, pairs, _ = sizes(self.weights)
+    _, terms, pairs, _ = sizes(self.weights)
     return AMX.weigh(
       self.weights[self.slot * self.groups + j, 0, pair, 0],
       self.scores[self.at * self.groups + j, pair * PAIR, 0],
@@ -192,7 +192,7 @@ class Weighing(NamedTuple):
       self.factor[j, 0],
       rows,
       pairs * ROW_BYTES,
-      parts,
+      terms,
       self.degree,
       self.subtracts,
       *after,

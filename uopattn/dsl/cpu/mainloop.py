@@ -306,17 +306,17 @@ class KeyRows:
     return self.rows.address(self.row(n), d)
 
   def prefetch(
-    self, s: Scope, rows: int, part: UOp, count: int, parts: int, within: tuple[UOp, ...], ahead: int = 0
+    self, s: Scope, rows: int, first: UOp, count: int, shares: int, within: tuple[UOp, ...], ahead: int = 0
   ) -> UOp:
-    """Prefetch a share of `rows` rows of the tile: `count` of `parts` equal parts of their cache lines, from `part` on.
+    """Prefetch `count` of `shares` equal shares of the cache lines of `rows` rows of the tile, from share `first` on.
 
     `ahead` moves the rows on by this many keys. They may lie past the end of the buffer.
     """
     step = self.rows.per_bytes(LINE)
     lines = ceildiv(self.rows.per_bytes(self.rows.row_bytes), step)
-    line = s.axis(ceildiv(rows * lines * count, parts))
-    common = gcd(rows * lines, parts)
-    at = clamp(part * (rows * lines // common) // (parts // common) + line, 0, rows * lines - 1)
+    line = s.axis(ceildiv(rows * lines * count, shares))
+    common = gcd(rows * lines, shares)
+    at = clamp(first * (rows * lines // common) // (shares // common) + line, 0, rows * lines - 1)
     return CPU.prefetch(self.address(at // lines + ahead, at % lines * step), *within, line).end(line)
 
 

@@ -10,7 +10,7 @@ from uopattn.dsl.scope import Scope, sizes
 
 
 def even(length: int, most: int) -> int:
-  """The size of the largest part when `length` is split evenly into the fewest parts of at most `most`."""
+  """The size of the largest block when `length` is split evenly into the fewest blocks of at most `most`."""
   return ceildiv(length, ceildiv(length, most))
 
 

@@ -1,7 +1,7 @@
 """Gradients of attention for large head sizes on GPUs, with P and dS in memory: four kernels for any matrix unit.
 
 Other backward kernels keep rows of Q and dO, or of K and V, whole, and sums of all their columns. Above some head size
-these fit neither registers nor shared memory. Here each kernel goes over a part of the columns:
+these fit neither registers nor shared memory. Here each kernel goes over some of the columns:
     scores    S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta)    stores P and dS
     q         dQ = dS K
     k         dK = dS^T Q, summed over the query heads that share a key head

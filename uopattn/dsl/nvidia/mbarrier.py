@@ -25,7 +25,7 @@ from uopattn.dsl.scope import Scope
 
 
 class MbarrierPipeline:
-  """The slots of a workgroup, and this thread's part in filling them.
+  """The slots of a workgroup, and this thread's share of filling them.
 
   Each method acts after `after`, and before whatever is `.after` its result.
 

@@ -140,11 +140,11 @@ class NarrowTiles:
     copies = []
     for i in range(ceildiv(self.rows * pieces, self.threads)):
       piece = thread + i * self.threads
-      row, part = piece // pieces, piece % pieces
-      target = to.memory[to.base + row * self.stride + part * (size // WORD)]
+      row, chunk = piece // pieces, piece % pieces
+      target = to.memory[to.base + row * self.stride + chunk * (size // WORD)]
       inside = None if isinstance(rows, int) and row.vmax < rows else row < rows
       start = (source.start if inside is None else source.gated_start)(first + row) * source.x.dtype.itemsize
-      copies.append(self.dialect.cp_async(target, flat[start + part * size], inside=inside, size=size))
+      copies.append(self.dialect.cp_async(target, flat[start + chunk * size], inside=inside, size=size))
     return copies
 
 
@@ -165,8 +165,8 @@ class NarrowMma(Mma):
 
   def load_step(self, rows: Stored, step: int, lane: UOp, *after: UOp) -> UOp:
     """Load the left operand of one step, in the order of columns of `load_right`; 0 for columns past the last one."""
-    tile, (block, part) = rows.tile.after(*after), divmod(step, self.steps)
-    first = (block * QUAD + lane % QUAD) * 4 * self.steps + 4 * part
+    tile, (block, k_step) = rows.tile.after(*after), divmod(step, self.steps)
+    first = (block * QUAD + lane % QUAD) * 4 * self.steps + 4 * k_step
     inside = first < tile.columns
 
     def element(half: int, column: UOp) -> UOp:
@@ -179,13 +179,13 @@ class NarrowMma(Mma):
 
   def load_right(self, tile: Any, first: int, step: int, lane: UOp, *after: UOp) -> list[UOp]:
     """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""
-    tile, (block, part) = tile.after(*after), divmod(step, self.steps)
+    tile, (block, k_step) = tile.after(*after), divmod(step, self.steps)
     words = []
     for j in range(2):
       row, t = first + j * MMA_N + lane // QUAD, lane % QUAD
       word = tile.word(row, block * QUAD + t)
       scales = CUDA.pick_bytes(tile.scale_byte(row, 2 * block + t // 2), ZERO, 0x4040) if self.steps > 1 else ZERO
-      words += pairs_of(word, self.stored, self.dtype, scales)[2 * part : 2 * part + 2]
+      words += pairs_of(word, self.stored, self.dtype, scales)[2 * k_step : 2 * k_step + 2]
     return self._operands(words)
 
   def load_right_transposed(self, tile: Any, step: int, first: int, lane: UOp, *after: UOp) -> list[UOp]:
@@ -194,7 +194,7 @@ class NarrowMma(Mma):
     The n-th column of accumulator tile `first` / 8 is element (`first` / 8) % W of word n of 8, if words have W.
     """
     tile, per = tile.after(*after), 32 // self.stored.bitsize
-    block, part = divmod(first // MMA_N, per)
+    block, first_word = divmod(first // MMA_N, per)
     g, top = lane // QUAD, step * self.step + lane % QUAD * 2
     pairs = []
     for row in (top, top + MMA_N):
@@ -204,7 +204,7 @@ class NarrowMma(Mma):
         of = [tile.scale_byte(row + i, block * SHARED // 2 + g // 2) for i in range(2)]
         scales = CUDA.low_halves(*of) & 0x00FF00FF
       pairs.append(crossed(a, b, self.stored, self.dtype, scales))
-    return self._operands([words[part + j] for j in range(2) for words in pairs])
+    return self._operands([words[first_word + j] for j in range(2) for words in pairs])
 
   def _operands(self, words: list[UOp]) -> list[UOp]:
     """Two right operands, of two words each."""

@@ -199,10 +199,10 @@ class SwizzledTiles:
     flat, per = as_type(source.x, dtypes.uint), 4 // self.bits.itemsize  # elements in a word
     size = source.bits.itemsize
     words = [_or_zero(flat, start // (4 // size) + i, there) for i in range(self.chunk * size // 4)]
-    parts = [
+    pieces = [
       ((word >> 8 * size * i) & (1 << 8 * size) - 1).cast(source.bits) for word in words for i in range(4 // size)
     ]
-    elements = [source.wide_bits(part) for part in parts]
+    elements = [source.wide_bits(piece) for piece in pieces]
     shifted = [x.cast(dtypes.uint) << 8 * self.bits.itemsize * (i % per) for i, x in enumerate(elements)]
     return [reduce(UOp.__or__, shifted[i : i + per]) for i in range(0, self.chunk, per)]
 

@@ -169,7 +169,7 @@ class Slots:
     return CUDA.mbarrier_wait(self._at(at), at // self.stages % 2, *after)
 
   def filled(self, n: UOp, *after: UOp) -> UOp:
-    """Signal, by each thread that writes it, that its part of tile n has been written."""
+    """Signal, by each thread that writes it, that its share of tile n has been written."""
     return CUDA.mbarrier_arrive(self._at(n + self.count), UOp.const(True), *after)
 
   def release(self, n: UOp, *after: UOp, when: UOp | None = None, last: bool = False) -> UOp:

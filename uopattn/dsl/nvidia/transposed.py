@@ -51,6 +51,6 @@ def _move(s: Scope, source: SwizzledTiles, to: SwizzledTiles, columns: UOp, keys
   address = source.after(*after).at(keys * KEYS + lane, columns)
   words = words.after(CUDA.ldmatrix(words[0], address, *after, trans=True))
   pairs = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
-  parts = [part(*pair) for pair in pairs for part in (CUDA.even_bytes, CUDA.odd_bytes)]
+  packed = [bytes_of(*pair) for pair in pairs for bytes_of in (CUDA.even_bytes, CUDA.odd_bytes)]
   row, chunk = columns * COLUMNS + lane % 16, keys * 2 + lane // 16
-  return CUDA.stmatrix(to.after(*after).at(row, chunk), *parts)
+  return CUDA.stmatrix(to.after(*after).at(row, chunk), *packed)

@@ -56,7 +56,7 @@ def crossed(a: UOp, b: UOp, stored: DType, to: DType, scales: UOp = ZERO) -> lis
   """Widen the elements of two words: pair i is element i of each, a's first. `scales` are that of a and that of b."""
   if not isinstance(stored, FourBits):
     return [x for selector in (LOW, HIGH) for x in pairs_of(CUDA.pick_bytes(a, b, selector), stored, to)]
-  even, odd = (pairs_of(part(a, b), stored, to, scales) for part in (CUDA.low_halves, CUDA.high_halves))
+  even, odd = (pairs_of(halves(a, b), stored, to, scales) for halves in (CUDA.low_halves, CUDA.high_halves))
   return [x for two in zip(even, odd, strict=True) for x in two]
 
 

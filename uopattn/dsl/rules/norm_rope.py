@@ -26,7 +26,7 @@ Element = Callable[[UOp, UOp], UOp]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Span:
   """Columns of a row, in steps that a kernel may take in any order.
 
   Attributes:
@@ -38,7 +38,7 @@ class Part:
   values: Callable[[UOp, UOp], list[tuple[UOp, UOp]]]
 
   @classmethod
-  def of(cls, columns: int, element: Element) -> "Part":
+  def of(cls, columns: int, element: Element) -> "Span":
     """Return all columns as `element` has them, one in each step."""
     return cls(columns, lambda d, inside: [(d, element(d, inside))])
 
@@ -92,11 +92,11 @@ class NormRope:
     """Whether cos and sin have a position."""
     return UOp.const(True) if self.cos is None else (position >= 0) & (position < sizes(self.cos)[0])
 
-  def parts(self, row: Row) -> list[Part]:
+  def spans(self, row: Row) -> list[Span]:
     """Return all columns of a row as they become: NaN at a position that cos and sin lack."""
     element = self._before_rotation(row)
     if self.cos is None:
-      return [Part.of(row.columns, element)]
+      return [Span.of(row.columns, element)]
     pairs, known = sizes(self.cos)[1], self.knows(row.position)
 
     def rotated(c: UOp, inside: UOp) -> list[tuple[UOp, UOp]]:
@@ -109,10 +109,10 @@ class NormRope:
       return [(2 * pairs + c, known.where(element(2 * pairs + c, inside), NAN))]
 
     left = row.columns - 2 * pairs
-    return [Part(pairs, rotated), *([Part(left, others)] if left else [])]
+    return [Span(pairs, rotated), *([Span(left, others)] if left else [])]
 
   def element(self, row: Row) -> Element:
-    """Return what reads any column of a row as it becomes, for kernels that need neighbours together; see `parts`."""
+    """Return what reads any column of a row as it becomes, for kernels that need neighbours together; see `spans`."""
     element = self._before_rotation(row)
     if self.cos is None:
       return element

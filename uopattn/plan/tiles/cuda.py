@@ -221,8 +221,8 @@ def _first_backward(problem: Problem, target: Target, gradients: str, sums: int)
   if step == 8 and not problem.tf32:
     masked = bool(problem.masks or problem.features)
     wide = max(Dk, Dv) <= 64 and not (of_keys and masked)  # else ptxas spills, or fewer workgroups fit
-    parts = (*([(warps, 32)] if wide else []), (warps, 16), (min(warps, 2), 16))
-    candidates = [Backward(w, 1, min(n, most), in_registers=False, step=step) for w, n in parts]
+    choices = (*([(warps, 32)] if wide else []), (warps, 16), (min(warps, 2), 16))
+    candidates = [Backward(w, 1, min(n, most), in_registers=False, step=step) for w, n in choices]
   else:
     fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
     sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))

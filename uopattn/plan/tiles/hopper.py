@@ -17,7 +17,7 @@ from uopattn.kernels.hopper_float32_forward import MOST
 from uopattn.kernels.hopper_float32_forward import Tiles as Float32
 from uopattn.kernels.hopper_forward import Tiles as Forward
 from uopattn.kernels.hopper_forward import largest_head, serves
-from uopattn.kernels.hopper_fused_backward import PART, WARPGROUPS, parts
+from uopattn.kernels.hopper_fused_backward import SLICE, WARPGROUPS, slices
 from uopattn.kernels.hopper_fused_backward import Tiles as Fused
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS
@@ -301,8 +301,8 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
     raise ValueError(f"{bounded[0]}: must have no left bound")
   best = Fused.of(problem)
   fits = best.registers(Dk, Dv) <= FUSED_LIMIT and best.shared_bytes(Dk, Dv) <= target.lds
-  if parts(Dk) > WARPGROUPS or not fits:
-    most = WARPGROUPS * PART
+  if slices(Dk) > WARPGROUPS or not fits:
+    most = WARPGROUPS * SLICE
     raise ValueError(
       f"head sizes {Dk} and {Dv}: that of keys must be at most {most}, and all sums must fit in registers"
     )
