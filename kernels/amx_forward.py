@@ -119,11 +119,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   (_, M, Dk), (results, _, Dv), N = sizes(q), sizes(o), rules.N
   s = Scope()
   queries = QueryBlock.open(s, q, o, rules, tiles.block_m, tiles.blocks_per_call)
-  storage, outer, config = (
-    Storage.of(s, q, Dv, queries, tiles, lse is not None),
-    queries.axes,
-    AMX.tile_config(*queries.axes),
-  )
+  storage, outer = Storage.of(s, q, Dv, queries, tiles, lse is not None), queries.axes
+  config = AMX.tile_config(*outer)
   n_tiles, units, groups = storage.key_tiles.key_range.n_tiles, storage.units, tiles.groups
 
   loop, prologue = storage.key_tiles.loop(s, *outer), config
