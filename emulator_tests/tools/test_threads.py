@@ -31,22 +31,22 @@ from uopattn.runtime.threads import _SOURCE, MOST_ARGUMENTS, Team, ThreadedProgr
 class Recorder:
   """A kernel whose work item is to note itself, what else it was given, and the thread it is on.
 
-  With `company` the first item lasts until another thread has done one: a busy machine may wake it late.
+  The first item lasts until other threads have done `waits_for` items: a busy machine may wake them late.
   """
 
-  def __init__(self, slow_item: int | None = None, company: bool = False):
-    self.slow_item, self.company = slow_item, company
-    self.came = threading.Event()
+  def __init__(self, slow_item: int | None = None, waits_for: int = 0):
+    self.slow_item, self.waits_for = slow_item, waits_for
+    self.enough = threading.Event()
     self.done: list[tuple[int, int, threading.Thread]] = []
     self.function = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64)(self.note)
 
   def note(self, given: int, item: int) -> None:
     time.sleep(0.2 if item == self.slow_item else 0.002)
+    if item == 0 and self.waits_for:
+      self.enough.wait(timeout=20)
     self.done.append((item, given, threading.current_thread()))
-    if len({thread for _, _, thread in self.done}) > 1:
-      self.came.set()
-    if item == 0 and self.company:
-      self.came.wait(timeout=20)
+    if len(self.done) >= self.waits_for:
+      self.enough.set()
 
   def run(self, team: Team, items: int, threads: int) -> list[int]:
     address = ctypes.cast(self.function, ctypes.c_void_p).value
@@ -66,13 +66,13 @@ def three() -> Team:
 def test_every_item_once(three: Team, threads: int, items: int) -> None:
   for pause in (0, 0.1):  # workers that are awake, workers that sleep
     time.sleep(pause)
-    recorder = Recorder(company=min(items, threads) > 1)
+    recorder = Recorder(waits_for=int(min(items, threads) > 1))
     assert recorder.run(three, items, threads) == list(range(items))
     assert min(threads, items, 2) <= len({thread for _, _, thread in recorder.done}) <= min(threads, items, 4)
 
 
 def test_a_long_item_does_not_hold_up_the_others(three: Team) -> None:
-  recorder = Recorder(slow_item=0)
+  recorder = Recorder(waits_for=19)
   assert recorder.run(three, 20, 2) == list(range(20))
   assert recorder.done[-1][0] == 0
   assert len({thread for item, _, thread in recorder.done if item}) == 1
@@ -85,7 +85,7 @@ def test_a_worker_that_lacks_the_interpreter_lock_when_a_job_comes_does_not_miss
     end = time.perf_counter() + 0.003
     while time.perf_counter() < end:
       pass
-    recorder = Recorder()
+    recorder = Recorder(waits_for=1)
     assert recorder.run(three, 30, 2) == list(range(30))
     assert len({thread for _, _, thread in recorder.done}) == 2
 
@@ -119,7 +119,7 @@ def test_workers_stay_where_the_system_does_not_move_threads(monkeypatch: pytest
   for name in ("sched_getaffinity", "sched_setaffinity"):
     monkeypatch.delattr(os, name, raising=False)
   two = Team(1)
-  assert Recorder(company=True).run(two, 5, 2) == list(range(5))
+  assert Recorder(waits_for=1).run(two, 5, 2) == list(range(5))
   assert two._core == -1
 
 
@@ -145,7 +145,7 @@ def test_workers_have_the_stack_that_kernels_need() -> None:
 
   with small_stacks():
     one = Team(1)
-  Noting(company=True).run(one, 5, 2)
+  Noting(waits_for=1).run(one, 5, 2)
   assert sizes["uopattn-0"] >= threads.WORKER_STACK
 
 
