@@ -156,7 +156,7 @@ SMALL = ("N=20", "D=8", "H=1", "CNT=1")
     (("CNT=0",), "CPU", "CNT=0 is not"),
     (("CASUAL=1",), "CPU", "did you mean CAUSAL=?"),
     (SMALL, "CPUU", "DEV=CPUU cannot be used: device 'CPUU' is unknown"),
-    (SMALL, "EMU::gfx9999", "DEV=EMU::gfx9999 cannot be used: 'gfx9999' is not among the AMD architectures"),
+    (SMALL, "EMU::gfx9999", "DEV=EMU::gfx9999 cannot be used: 'gfx9999' begins with none of gfx11, gfx1200"),
     ((*SMALL, "JSON=/nowhere/a.json"), "CPU", "JSON=/nowhere/a.json: there is no such folder"),
     ((*SMALL, "JSON=/"), "CPU", "JSON=/ is a folder"),
   ],
