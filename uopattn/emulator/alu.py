@@ -138,7 +138,7 @@ def encode(x: Value, dtype: DType, saturate_infinity: bool = False) -> Value:
 
 
 def without_denormals(x: Value) -> Value:
-  """Return float32 values with zeros in the place of denormal numbers."""
+  """Return float32 values with denormal numbers replaced by zero."""
   return np.where(np.abs(x) < TINY, np.float32(0), x)
 
 
@@ -158,8 +158,8 @@ def bitcast(x: Value, source: DType, target: DType, count: int) -> Value:
   if source.itemsize == target.itemsize:
     return [np.asarray(e).view(to) for e in x]
   packed = np.ascontiguousarray(np.stack(np.broadcast_arrays(*x), axis=-1)).view(to)
-  parts = [packed[..., i] for i in range(packed.shape[-1])]
-  return parts if count > 1 else parts[0]
+  elements = [packed[..., i] for i in range(packed.shape[-1])]
+  return elements if count > 1 else elements[0]
 
 
 def _cdiv(a: Value, b: Value) -> Value:

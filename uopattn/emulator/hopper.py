@@ -14,5 +14,5 @@ PERIOD = 8 * ROW_BYTES  # after which the swizzle repeats, and of which panels a
 
 
 def swizzled(offset: Any) -> Any:
-  """Where a byte of a panel or a box is, by its place in rows of ROW_BYTES bytes that follow one another."""
+  """Return the offset of a byte in a swizzled panel or box, given its offset in one stored row by row."""
   return offset ^ offset // ROW_BYTES % 8 * 16

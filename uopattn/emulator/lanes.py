@@ -102,8 +102,8 @@ class Run:
     """Return the inactive lanes of every `size` neighbours (a wave, a workgroup, ...) of which some are active."""
     if self.mask is None:
       return self.all_lanes[:0]
-    parts = self.mask.reshape(-1, size)
-    return np.flatnonzero(parts.any(axis=1, keepdims=True) & ~parts)
+    neighbours = self.mask.reshape(-1, size)
+    return np.flatnonzero(neighbours.any(axis=1, keepdims=True) & ~neighbours)
 
   def still_in(self, *masks: np.ndarray | None) -> np.ndarray | None:
     """Return the mask of the lanes in all of these masks that have not left the innermost loop."""

@@ -80,13 +80,13 @@ def _barriers(run: Run, pointer: Pointer) -> Barriers:
   return barriers
 
 
-def _places(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Return (workgroup, barrier) of each lane. Raises OutOfBounds, Misaligned."""
+def _indices(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Return the indices (workgroup, barrier) of each lane's barrier. Raises OutOfBounds, Misaligned."""
   return run.group[lanes], aligned(run, u, pointer, BYTES, "uses a barrier at", lanes) // BYTES
 
 
 def used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barriers, tuple[np.ndarray, np.ndarray]]:
-  at, barriers = _places(run, u, pointer, lanes), _barriers(run, pointer)
+  at, barriers = _indices(run, u, pointer, lanes), _barriers(run, pointer)
   if (bad := barriers.count[at] == 0).any():
     what = f"uses {pointer.memory.name} as a barrier, but nothing has initialised it"
     raise run.fail(Unwritten, u, what, lanes[bad])
@@ -98,7 +98,7 @@ def used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barrier
 
 def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> None:
   lanes = run.active(when)
-  at, barriers = _places(run, u, barrier, lanes), _barriers(run, barrier)
+  at, barriers = _indices(run, u, barrier, lanes), _barriers(run, barrier)
   if (bad := barriers.count[at] > 0).any():
     raise run.fail(Race, u, "initialises a barrier that exists already and may be in use", lanes[bad])
   barriers.count[at] = barriers.left[at] = int(count)
@@ -188,7 +188,7 @@ def _wait_asynchronously(run: Run, u: UOp, barriers: Barriers, at: Any, parity: 
 
 
 def _finish(run: Run, copy: Any, barriers: Barriers, waited: np.ndarray) -> list[Any]:
-  """Finish the part of a copy whose phase is complete and waited for; return the rest of it."""
+  """Finish a copy for the lanes whose phase is complete and waited for; return it for the others."""
   if copy.signal is None or copy.signal[0] is not barriers:
     return [copy]
   _, index, phase = copy.signal

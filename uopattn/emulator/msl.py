@@ -146,11 +146,11 @@ class Text:
       arguments: the kernel's integers.
 
     Raises:
-      Divergence: lanes or threads wait for one another at different places.
+      Divergence: lanes or threads wait for one another at different statements.
     """
     keep: list[Any] = [(ctypes.c_char * len(x)).from_buffer(x) for x in buffers] + [ctypes.c_int(x) for x in arguments]
-    places = (ctypes.c_void_p * len(keep))(*(ctypes.addressof(x) for x in keep))
+    addresses = (ctypes.c_void_p * len(keep))(*(ctypes.addressof(x) for x in keep))
     seed = int(os.environ.get("EMU_SEED", "0"))
-    error = self.call(places, (ctypes.c_uint * 3)(*groups), (ctypes.c_uint * 3)(*size), ctypes.c_uint(seed))
+    error = self.call(addresses, (ctypes.c_uint * 3)(*groups), (ctypes.c_uint * 3)(*size), ctypes.c_uint(seed))
     if error is not None:
       raise Divergence(f"kernel {self.name}: {error.decode()}")
