@@ -70,7 +70,7 @@ def moved(cache: KVCache, device: str) -> KVCache:
 
 @pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_bytes_are_those_of_the_cache(dtype: DType) -> None:
-  """Keys are split into parts by them: those of q's type would make twice or four times as many."""
+  """They decide the number of splits: those of q's type would make twice or four times as many."""
   spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, kv_dtype=dtype)
   assert spec.kv_bytes == B * HKV * N * (DK + DV)
 
