@@ -1,7 +1,6 @@
 """Asynchronous copies from global memory to LDS: cp.async and its commit groups, tensor maps and cp.async.bulk.
 
-A bulk copy, such as one of a box of a tensor, completes only when some warp waits at the mbarrier that counts its
-bytes.
+A bulk copy, such as that of a box of a tensor, completes only when a warp waits at the mbarrier that counts its bytes.
 """
 
 from dataclasses import dataclass, field
@@ -190,7 +189,7 @@ def bulk(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, barrier: Po
 
 
 def _one(run: Run, u: UOp, does: str) -> np.ndarray:
-  """Return the active lane. Raises Divergence unless it is one."""
+  """Return the only active lane. Raises Divergence unless there is exactly one."""
   if len(lanes := run.active()) != 1:
     raise run.fail(Divergence, u, f"{does} in {len(lanes)} lanes; only one may", lanes)
   return lanes

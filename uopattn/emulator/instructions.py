@@ -66,7 +66,7 @@ def _pack(dtype: DType) -> Meaning:
 
 
 def _bits(x: Any, dtype: DType) -> Any:
-  """The bits of numbers rounded to a 16-bit type."""
+  """Return the bits of numbers rounded to a 16-bit type."""
   return alu.encode(np.asarray(x), dtype).view(np.uint16)
 
 

@@ -35,7 +35,7 @@ class Barriers:
     self.arriving = np.zeros(shape, np.uint64)  # bits of the waves that have arrived in the current phase
     self.arrived = np.zeros(shape, np.uint64)  # and in the previous one
     self.bytes = np.zeros(shape, np.int64)  # that the current phase still waits for
-    self.unfenced = np.zeros(shape, bool)  # whether copies of tensors do not know it yet
+    self.unfenced = np.zeros(shape, bool)  # whether bulk copies do not know of it yet
 
   def known(self, groups: np.ndarray | None) -> None:
     """Record that all threads of `groups` (None for all) have met at a barrier."""
@@ -60,7 +60,7 @@ class Barriers:
         self.tracks.complete((self, i))
 
   def land(self, run: Run, at: np.ndarray) -> None:
-    """Complete the copies of tensors to which barriers `at` count bytes, where nothing else is missing."""
+    """Complete the bulk copies whose bytes the barriers `at` count, where nothing else is missing."""
     for i in np.unique(at) if run.copies is not None else ():
       loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
       if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
@@ -115,23 +115,22 @@ def fence(run: Run, u: UOp) -> None:
 def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> None:
   lanes = run.active(when)
   barriers, at = used(run, u, barrier, lanes)
-  _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
+  _arrive(run, barriers, at, lanes)
   if run.tracks is not None:
     run.tracks.signalled()
 
 
-def _tell(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes: np.ndarray) -> None:
+def _arrive(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes: np.ndarray) -> None:
   for i in np.unique(at[1]) if run.tracks is not None else ():
     run.tracks.tell((barriers, i), lanes[at[1] == i])
+  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
 
 
 def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> None:
   lanes = run.active()
   barriers, at = used(run, u, barrier, lanes)
   np.add.at(barriers.bytes, at, int(count))
-  _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
+  _arrive(run, barriers, at, lanes)
 
 
 def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> None:
@@ -142,8 +141,7 @@ def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> None:
   for copy in run.copies.started:
     if copy.signal is None:
       copy.signal = (barriers, index[copy.lanes], phase[copy.lanes])
-  _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
+  _arrive(run, barriers, at, lanes)
 
 
 def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
@@ -171,7 +169,7 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
 
 
 def _wait_asynchronously(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:
-  """Wait while other warpgroups run. What those knew that have come is then known here."""
+  """Wait while other warpgroups run; then learn what the waves that arrived knew."""
 
   def ready() -> bool:
     barriers.land(run, at[1])

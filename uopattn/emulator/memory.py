@@ -116,12 +116,12 @@ class Global(Memory):
   def _claim(self, u: UOp, address: np.ndarray, count: int, lanes: np.ndarray) -> None:
     """Raise Race if lanes store to bytes that another workgroup stores to: nothing orders workgroups."""
     group = self.run.first_group + self.run.group[lanes] + 1
-    for at in (address + i for i in range(count)):
-      bad = (self.writers[at] != 0) & (self.writers[at] != group)
-      self.writers[at] = group
-      bad |= self.writers[at] != group  # two of the same store
+    for byte in (address + i for i in range(count)):
+      bad = (self.writers[byte] != 0) & (self.writers[byte] != group)
+      self.writers[byte] = group
+      bad |= self.writers[byte] != group  # two of the same store
       if bad.any():
-        what = f"writes {self.name} at byte {np.unique(at[bad])[:4].tolist()}, to which another workgroup stores too"
+        what = f"writes {self.name} at byte {np.unique(byte[bad])[:4].tolist()}, to which another workgroup stores too"
         raise self.run.fail(Race, u, what, lanes[bad])
 
 
@@ -263,7 +263,7 @@ class LDS(Memory):
     self._check_landed(u, "writes", granules, lanes)
 
   def _unseen(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-    """Whether other waves' writes or reads of granules may still be under way as far as each lane's wave knows."""
+    """Return whether, as far as each lane's wave knows, other waves' writes or reads of granules may be under way."""
     unseen = np.asarray((self.writers, self.readers)[which].take(granules) & ~self.run.wave_bit[lanes] != 0)
     if self.times is not None and unseen.any():
       seen = self.run.tracks.seen[self.run.wave[np.broadcast_to(lanes, unseen.shape)[unseen]]]

@@ -42,12 +42,12 @@ class TextError(KernelError):
 
 
 def shared_bytes(text: str) -> int:
-  """Bytes of threadgroup memory of a kernel."""
+  """Return the bytes of threadgroup memory that a kernel uses."""
   return sum(round_up(int(count) * SIZES[kind], 16) for kind, _, count in SHARED.findall(text))
 
 
 def arguments_of(name: str, text: str) -> list[str]:
-  """The arguments of a kernel that are buffers, as they are declared."""
+  """Return the declarations of the arguments of a kernel that are buffers."""
   (arguments,) = re.findall(rf"^kernel void {re.escape(name)}\((.*)\) {{$", text, re.MULTILINE)
   return [x for x in arguments.split(", ") if "[[" not in x]
 
@@ -87,7 +87,7 @@ def check(name: str, text: str, arch: str) -> None:
 
 
 def as_cpp(name: str, text: str) -> str:
-  """The text as C++ with a function `shim_run`: buffers, threadgroups, threads of each, seed -> an error or nothing."""
+  """Return the text as C++ with a function `shim_run`: buffers, threadgroups, threads of each, seed -> error or 0."""
   kinds = [re.findall(rf"({KIND})([*&])", x)[0] for x in arguments_of(name, text)]
   passed = [f"({kind} *)a[{i}]" if by == "*" else f"*({kind} *)a[{i}]" for i, (kind, by) in enumerate(kinds)]
   shared = SHARED.findall(text)

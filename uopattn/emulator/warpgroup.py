@@ -168,7 +168,7 @@ def from_shared(
 
 
 def _product(left: np.ndarray, right: np.ndarray, dtype: DType) -> np.ndarray:
-  """The product of two matrices of bits, in units of 16 bits, (warpgroups, 64, n) float32."""
+  """Return the product of two matrices of bits, in units of 16 bits, (warpgroups, 64, n) float32."""
   if dtype.itemsize == 1:  # B is transposed, so that bytes of one row are neighbours
     right = right.swapaxes(1, 2)
     left, right = (np.ascontiguousarray(x).view(alu.storage(dtype)) for x in (left, right))
@@ -184,7 +184,7 @@ def cut_product(
   step: int = 32,
   bits: tuple[int, int] = (13, 13),
 ) -> np.ndarray:
-  """The product of two matrices, added to `of`, as tensor cores sum it: `step` terms and the sum so far at a time.
+  """Return the product of two matrices plus `of`, as tensor cores sum it: the sum so far and `step` terms at a time.
 
   All terms are aligned to the largest one. They are cut off bits[0] bits after its point, and the sum bits[1] after its
   own. The defaults are those of 8-bit floats on Hopper, the highest 14 bits of each of 32 aligned products. In 16 bits,
@@ -263,7 +263,7 @@ def _check_accumulators(run: Run, flight: Flight, lanes: np.ndarray) -> None:
 
 
 def _lanes_of(run: Run, groups: np.ndarray) -> np.ndarray:
-  """Whether each lane is of one of the warpgroups with these first lanes."""
+  """Return whether each lane is of one of the warpgroups with these first lanes."""
   return np.isin(run.all_lanes // THREADS * THREADS, groups)
 
 

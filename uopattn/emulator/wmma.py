@@ -212,7 +212,7 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
 
 
 def _is_tf32(u: UOp) -> bool:
-  """Whether an instruction multiplies float32 in tf32, as NVIDIA's do; AMD's multiply float32 itself."""
+  """Return whether an instruction multiplies float32 in tf32, as NVIDIA's do; AMD's multiply float32 itself."""
   return bool(u.arg[1] == dtypes.float and u.arg[2] == "CUDA")
 
 
