@@ -53,7 +53,7 @@ ACCUMULATORS = {
   cpu_backward.Tiles: ("unroll", "vectors"),
   cpu_bias_backward.Tiles: ("unroll", "vectors"),
 }
-# Kernels built from other kernels' parts: of the checks all kernels share, the quick suite runs only
+# Kernels built from components of others: of the checks all kernels share, the quick suite runs only
 # `test_matches_the_oracle` on them.
 LATER = {"hopper32", "hopper-wide", "amd32", "amd8", "float32", "float8", "turing", "apple32"}
 OF_LATER = "test_matches_the_oracle"
@@ -149,11 +149,11 @@ def quick(cases: list[pytest.Item], arguments: Container[tuple[Path, str]]) -> l
 
   Of a test that has none there, none are run, unless `arguments`, those of `named_by`, name the test.
   """
-  if not cases or NO_CASE + (test := place(cases[0]).split("[")[0]) in in_quick():
+  if not cases or NO_CASE + (test := name_of(cases[0]).split("[")[0]) in in_quick():
     return cases if cases and (cases[0].path, test.partition("::")[2]) in arguments else []
   named = {x for x in in_quick() if x.split("[")[0] == test}
-  found = [case for case in cases if place(case) in named]
-  unknown = named - {place(case) for case in found}
+  found = [case for case in cases if name_of(case) in named]
+  unknown = named - {name_of(case) for case in found}
   if unknown and not any("::" in x for x in cases[0].config.args):  # which may name some of the cases alone
     raise pytest.UsageError(f"quick.txt names {min(unknown)}, which --kinds does not run: scripts/mutation --select")
   return found or cases
@@ -164,7 +164,7 @@ def named_by(config: pytest.Config) -> set[tuple[Path, str]]:
   return {(Path(file).resolve(), name) for file, _, name in (x.partition("::") for x in config.args)}
 
 
-def place(case: pytest.Item) -> str:
+def name_of(case: pytest.Item) -> str:
   return case.nodeid.removeprefix("emulator_tests/")
 
 

@@ -107,10 +107,10 @@ def check_gradients_of_sequences(dtype: DType, Hq: int = 2, D: int = 16, as_tens
 def numeric_gradient(loss: Any, x: Array) -> Array:
   """The gradient of a function of no arguments by an array that it reads, by central differences."""
   found, step = np.zeros_like(x), 1e-5
-  for place in np.ndindex(x.shape):
-    before, values = x[place], []
-    for x[place] in (before + step, before - step):
+  for index in np.ndindex(x.shape):
+    before, values = x[index], []
+    for x[index] in (before + step, before - step):
       values.append(loss())
-    x[place] = before
-    found[place] = (values[0] - values[1]) / (2 * step)
+    x[index] = before
+    found[index] = (values[0] - values[1]) / (2 * step)
   return found

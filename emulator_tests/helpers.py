@@ -125,14 +125,14 @@ def counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> emulator.Counters
   return found
 
 
-def lower(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
+def lower(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, segments: Any) -> Any:
   """A score_mod that reads one of two aux."""
   return score - slopes[h] * (i - j)
 
 
-def same_part(b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
+def same_segment(b: Any, h: Any, i: Any, j: Any, slopes: Any, segments: Any) -> Any:
   """A mask_mod that reads the other one."""
-  return (parts[i] == parts[j]) | ((i + 2 * j + b) % 5 == h)
+  return (segments[i] == segments[j]) | ((i + 2 * j + b) % 5 == h)
 
 
 @contextmanager

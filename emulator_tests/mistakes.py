@@ -182,7 +182,7 @@ AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P 
 
 def read_by_rows(right: Phase) -> Phase:
   """Elements of a tile that is stored by columns read as if it were stored by rows."""
-  return lambda self, place: right(replace(self, by_columns=False), place)
+  return lambda self, index: right(replace(self, by_columns=False), index)
 
 
 def own_lane_only(operation: Any, value: UOp) -> UOp:
@@ -394,8 +394,8 @@ HOPPER_PRODUCER = {
     Cuda,
     "tma_load",
     lambda right: (
-      lambda dialect, to, number, barrier, place, *rest: right(
-        dialect, to, number, barrier, (place[0] * 0, *place[1:]), *rest
+      lambda dialect, to, number, barrier, corner, *rest: right(
+        dialect, to, number, barrier, (corner[0] * 0, *corner[1:]), *rest
       )
     ),
   ),
@@ -403,8 +403,8 @@ HOPPER_PRODUCER = {
     Cuda,
     "tma_load",
     lambda right: (
-      lambda dialect, to, number, barrier, place, *rest: right(
-        dialect, to, number, barrier, (*place[:2], place[2] * 0, place[3]), *rest
+      lambda dialect, to, number, barrier, corner, *rest: right(
+        dialect, to, number, barrier, (*corner[:2], corner[2] * 0, corner[3]), *rest
       )
     ),
   ),

@@ -25,7 +25,7 @@ from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import amd_backward, amx_backward, cpu_backward, cuda_backward, hopper_backward
 
 Phase = Callable[..., Any]
-Place = tuple[object, str]  # a module or class, and the name of the phase in it
+Owner = tuple[object, str]  # a module or class, and the name of the phase in it
 GPU: Shape = (1, 2, 1, 50, 90, 16, 16)
 CPU: Shape = (1, 2, 1, 140, 150, 16, 16)
 LONG: Shape = (1, 1, 1, 50, 300, 16, 16)
@@ -38,14 +38,14 @@ class Mistake:
 
   Attributes:
     wrong: makes it of the right one.
-    places: where each schedule, by its name, has the phase.
+    owners: of the phase, by the name of the schedule.
     options: what the attention is given.
     shape: at which it shows; None is GPU or CPU.
     noticed_by: "gate", or "emulator" where the checks of memory stop the kernel.
   """
 
   wrong: Callable[[Phase], Phase]
-  places: Mapping[str, Place]
+  owners: Mapping[str, Owner]
   options: Options = field(default_factory=dict)
   shape: Shape | None = None
   noticed_by: str = "gate"
@@ -160,7 +160,7 @@ BY_ROWS = (*CUDA_AND_HOPPER, "apple", "generic")  # which take `RowStats` row by
 CPUS = {"cpu": cpu_backward, "amx": amx_backward}
 
 
-def on_cpus(phase: str) -> Mapping[str, Place]:
+def on_cpus(phase: str) -> Mapping[str, Owner]:
   """The phase of that name in each CPU kernel's module."""
   return {name: (module, phase) for name, module in CPUS.items()}
 

@@ -104,7 +104,7 @@ class Case:
     first = N - self.M if self.memory != "ring" else 20
     return [first, 1] if self.start == "tensor" else [3, 3]
 
-  def place(self, device: str) -> Any:
+  def start_on(self, device: str) -> Any:
     starts = self.starts
     if self.start == "tensor":
       return placed(np.array(starts), dtypes.int, device)
@@ -157,7 +157,7 @@ class Subject:
     self.held = make(B, HKV, length, *case.D, dtype=dtype, device=self.device)
 
   def append(self) -> Tensor | None:
-    start = self.case.place(self.device)
+    start = self.case.start_on(self.device)
     table = None if isinstance(self.held, CacheMemory) else placed(self.ids, dtypes.int, self.device)
     lengths = None if self.case.counts is None else placed(np.array(self.case.counts), dtypes.int, self.device)
     GlobalCounters.reset()
@@ -226,7 +226,7 @@ def check_case(case: Case, arch: str = "CPU") -> None:
   with context:
     subject = Subject(case, device)
     rotated = subject.append()
-    parts = [y for x in subject.memory() for y in x if y is not None]
-    Tensor.realize(*parts, *([] if rotated is None else [rotated]))
+    held = [y for x in subject.memory() for y in x if y is not None]
+    Tensor.realize(*held, *([] if rotated is None else [rotated]))
     assert GlobalCounters.kernel_count == 1
     subject.check(rotated)

@@ -24,7 +24,7 @@ class Kernel:
   Attributes:
     tile: keys that are multiplied at once.
     backwards: tiles are taken from the last to the first.
-    splits: parts of the keys that are worked out alone, and put together in the end.
+    splits: ranges of the keys with states of their own, which are merged at the end.
     sums_rounded: rows are divided by the sum of the rounded weights.
     scales_first: q is multiplied by scale, and rounded to its type again.
     base_2: exponentials are powers of two.
@@ -61,8 +61,8 @@ class Kernel:
   def _product(self, a: Array, b: Array) -> Array:
     """a @ b, summed in float32 tile by tile."""
     found: Array = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for part in self._tiles(0, b.shape[0]):
-      found = self._added(found, a[:, part], b[part])
+    for tile in self._tiles(0, b.shape[0]):
+      found = self._added(found, a[:, tile], b[tile])
     return found
 
   def _added(self, c: Array, a: Array, b: Array) -> Array:
@@ -74,14 +74,14 @@ class Kernel:
     scale = np.float32(q.shape[1] ** -0.5 if r.scale is None else r.scale)
     q, factor = (keep(q * scale), np.float32(1)) if self.scales_first else (q, scale)
     at = b, h, np.arange(q.shape[0])[:, None], np.arange(k.shape[0])
-    part = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (*r.attn_mask.shape[:-2], len(q), len(k)))
-    part = None if part is None else np.broadcast_to(part, (max(b + 1, len(part)), h + 1, len(q), len(k)))[b, h]
+    mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (*r.attn_mask.shape[:-2], len(q), len(k)))
+    mask = None if mask is None else np.broadcast_to(mask, (max(b + 1, len(mask)), h + 1, len(q), len(k)))[b, h]
     raw = (self._operand(q) @ self._operand(k).T) * factor
-    score = modified(r, raw, part, *at, lambda x: x)
+    score = modified(r, raw, mask, *at, lambda x: x)
     slopes = slope(r, raw, *at)
     if r.softcap is not None and r.score_mod is None:
       slopes = 1 - np.square(np.tanh(raw / np.float32(r.softcap)))  # in float32
-    return score, slopes, seen(r, part, *at) & (score > -np.inf)
+    return score, slopes, seen(r, mask, *at) & (score > -np.inf)
 
   def forward(self, q: Array, k: Array, v: Array, dtype: DType, **rules: Any) -> tuple[Array, Array]:
     """The output, rounded to `dtype`, and the LSE, of arrays in float32 that hold numbers of it."""
@@ -96,7 +96,7 @@ class Kernel:
       score = np.where(visible, score, np.float32(-np.inf))
       sink = np.full((1, 1), -np.inf if r.sinks is None else r.sinks[h], np.float32)
       kept = np.ones((1, 1), np.float32) if r.kept is None else (r.kept[b, h] / (1 - r.dropout_p)).astype(np.float32)
-      parts = []
+      states = []
       for start, stop in pairwise(ends):
         m, l = np.full((M, 1), -np.inf, np.float32), np.zeros((M, 1), np.float32)
         acc = np.zeros((M, v.shape[3]), np.float32)
@@ -108,11 +108,11 @@ class Kernel:
           l = l * alpha + (narrow(p) if self.sums_rounded else p).sum(-1, keepdims=True)
           acc = self._added(acc * alpha, weights, self._operand(v[b, head, keys]))
           m = m_new
-        parts.append((m, l, acc))
-      m = np.maximum(np.max([x[0] for x in parts], 0), sink)
+        states.append((m, l, acc))
+      m = np.maximum(np.max([x[0] for x in states], 0), sink)
       top = np.where(np.isfinite(m), m, 0)
-      l = np.sum([x[1] * self._exp(x[0] - top) for x in parts], 0) / raised + self._exp(sink - top)
-      acc = np.sum([x[2] * self._exp(x[0] - top) for x in parts], 0) / raised
+      l = np.sum([x[1] * self._exp(x[0] - top) for x in states], 0) / raised + self._exp(sink - top)
+      acc = np.sum([x[2] * self._exp(x[0] - top) for x in states], 0) / raised
       blind = np.logical_not(visible.any(-1, keepdims=True))
       with np.errstate(divide="ignore", invalid="ignore"):
         out[b, h] = np.where(blind, 0, narrow((acc / l).astype(np.float32)))

@@ -69,7 +69,7 @@ def cache_of_4_bits() -> AttentionSpec:
 
 
 def pages() -> AttentionSpec:
-  """Two sequences of three places in the table each, over a pool of five pages."""
+  """Two sequences, each of three entries in the page table, over a pool of five pages."""
   q, k, v = (Tensor.empty(*shape) for shape in ((2, 4, 3, 16), (5, 2, 8, 16), (5, 2, 8, 16)))
   table, lengths = Tensor.empty(2, 3, dtype=dtypes.int), Tensor.empty(2, dtype=dtypes.int)
   options: dict[str, Any] = {"page_table": table, "kv_lengths": lengths, "q_start": lengths, "is_causal": True}

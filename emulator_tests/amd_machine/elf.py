@@ -48,26 +48,26 @@ class CodeObject:
     def content(i: int) -> bytes:
       return elf[headers[i][4] : headers[i][4] + headers[i][5]]
 
-    def text_at(table: bytes, place: int) -> str:
-      return table[place : table.index(b"\0", place)].decode()
+    def text_at(table: bytes, offset: int) -> str:
+      return table[offset : table.index(b"\0", offset)].decode()
 
     section_names = [text_at(content(names), x[0]) for x in headers]
-    symbols: dict[str, tuple[int, int, int]] = {}  # section, place, size
+    symbols: dict[str, tuple[int, int, int]] = {}  # section, offset, size
     for header in headers:
       if header[1] == SHT_SYMTAB:
         table, strings = elf[header[4] : header[4] + header[5]], content(header[6])
-        for name, _, _, section, place, length in struct.iter_unpack("<IBBHQQ", table):
-          symbols[text_at(strings, name)] = section, place, length
+        for name, _, _, section, offset, length in struct.iter_unpack("<IBBHQQ", table):
+          symbols[text_at(strings, name)] = section, offset, length
       if header[1] == SHT_RELA and section_names[header[7]] == ".text":
         raise ValueError("machine code that calls or reads what is outside of it is not supported")
     kernels = [name.removesuffix(DESCRIPTOR) for name in symbols if name.endswith(DESCRIPTOR)]
     if len(kernels) != 1:
       raise ValueError(f"a code object of one kernel is accepted, not of {kernels}")
     name = kernels[0]
-    section, place, length = symbols[name]
-    kd_section, kd_place, _ = symbols[name + DESCRIPTOR]
-    kd = content(kd_section)[kd_place : kd_place + 64]
+    section, offset, length = symbols[name]
+    kd_section, kd_offset, _ = symbols[name + DESCRIPTOR]
+    kd = content(kd_section)[kd_offset : kd_offset + 64]
     lds, scratch, kernarg = struct.unpack_from("<III", kd)
     rsrc3, rsrc1, rsrc2, properties = struct.unpack_from("<IIIH", kd, 44)
-    text = content(section)[place : place + length]
+    text = content(section)[offset : offset + length]
     return cls(name, text, lds, scratch, kernarg, rsrc1, rsrc2, rsrc3, properties)

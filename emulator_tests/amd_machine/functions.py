@@ -163,14 +163,14 @@ def permuted_bytes(high: Array, low: Array, selector: Array) -> Array:
   """V_PERM_B32: each byte of the selector names one of the eight bytes of two words, a byte of signs, 0 or 255."""
   both = (high.astype(np.uint64) << np.uint64(32)) | low
   found: Array = np.zeros((), U32)
-  for place in range(0, 32, 8):
-    choice = ((selector >> U32(place)) & U32(0xFF)).astype(np.uint64)
+  for shift in range(0, 32, 8):
+    choice = ((selector >> U32(shift)) & U32(0xFF)).astype(np.uint64)
     byte = (both >> (np.minimum(choice, 7) * np.uint64(8))) & np.uint64(0xFF)
     if (choice >= 8).any():
       sign = (both >> ((np.clip(choice, 8, 11) - np.uint64(8)) * np.uint64(16) + np.uint64(15))) & np.uint64(1)
       special = np.where(choice == 12, np.uint64(0), np.where(choice >= 13, np.uint64(0xFF), sign * np.uint64(0xFF)))
       byte = np.where(choice >= 8, special, byte)
-    found = found | (byte.astype(U32) << U32(place))
+    found = found | (byte.astype(U32) << U32(shift))
   return found
 
 
@@ -206,9 +206,9 @@ def is_of_class(x: Array, classes: Array) -> Array:
   """V_CMP_CLASS_F32: whether x is of one of the classes whose bits are set."""
   negative, size = x >> U32(31) != 0, x & U32(0x7FFFFFFF)
   signed = np.where(size == 0x7F800000, 2, np.where(size >= 0x800000, 3, np.where(size > 0, 4, 5)))  # of negative ones
-  place = np.where(negative, signed, 11 - signed)
-  place = np.where(size > 0x7F800000, np.where(size & U32(0x400000) != 0, 1, 0), place)
-  return classes >> place.astype(U32) & U32(1) != 0
+  bit = np.where(negative, signed, 11 - signed)
+  bit = np.where(size > 0x7F800000, np.where(size & U32(0x400000) != 0, 1, 0), bit)
+  return classes >> bit.astype(U32) & U32(1) != 0
 
 
 def exponents(x: Array) -> Array:

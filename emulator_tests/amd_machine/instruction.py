@@ -30,28 +30,28 @@ class Step:
 
 @dataclass
 class Instruction:
-  """An instruction at its place in a program.
+  """A decoded instruction of a program.
 
   Attributes:
     inst: as decoded.
     name: of the operation, without its encoding.
-    place: of its first byte; size: its bytes.
+    address: of its first byte, from the kernel's start; size: in bytes.
     step: what it does.
   """
 
   inst: Inst
   name: str
-  place: int
+  address: int
   size: int
   target: MachineTarget
   step: Step = field(default_factory=lambda: Step(lambda w: None))
 
   @property
   def next(self) -> int:
-    return self.place + self.size
+    return self.address + self.size
 
   def __str__(self) -> str:
-    return f"{self.inst!r} at {self.place:#x}"
+    return f"{self.inst!r} at {self.address:#x}"
 
   def unknown(self, why: str = "no such instruction is known") -> UnknownInstruction:
     code = self.inst.to_bytes().hex()

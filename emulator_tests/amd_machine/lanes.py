@@ -56,8 +56,8 @@ def one_lane(i: Instruction) -> Step:
   number = raw(i.inst, "vdst")
 
   def run(w: Wave) -> None:
-    place = int(w.agreed(np.broadcast_to(lane.fetch(w), (2, 1)), "a lane")[0]) % w.lanes
-    w.put_scalar(number, np.broadcast_to(value.fetch(w), (2, w.lanes))[:, place : place + 1])
+    index = int(w.agreed(np.broadcast_to(lane.fetch(w), (2, 1)), "a lane")[0]) % w.lanes
+    w.put_scalar(number, np.broadcast_to(value.fetch(w), (2, w.lanes))[:, index : index + 1])
 
   return Step(run, every(value.registers, lane.registers, names(number, 32)))
 
@@ -68,8 +68,8 @@ def write_lane(i: Instruction) -> Step:
   number = register(i.inst, "vdst") - 256
 
   def run(w: Wave) -> None:
-    place = int(w.agreed(np.broadcast_to(lane.fetch(w), (2, 1)), "a lane")[0]) % w.lanes
-    w.v[number][:, place] = np.broadcast_to(value.fetch(w), (2, 1))[:, 0]
+    index = int(w.agreed(np.broadcast_to(lane.fetch(w), (2, 1)), "a lane")[0]) % w.lanes
+    w.v[number][:, index] = np.broadcast_to(value.fetch(w), (2, 1))[:, 0]
 
   return Step(run, every(value.registers, lane.registers, names(number + 256, 32)))
 
@@ -91,10 +91,10 @@ def swizzle(i: Instruction) -> Step:
 
 
 def permute_back(i: Instruction) -> Step:
-  """DS_BPERMUTE_B32: each lane reads the lane whose number, times four, it gives."""
-  place = register(i.inst, "addr") - 256
+  """DS_BPERMUTE_B32: each lane reads the lane whose index, times four, it gives."""
+  addr = register(i.inst, "addr") - 256
   offset = raw(i.inst, "offset1") << 8 | raw(i.inst, "offset0")
-  return moved(i, "data0", lambda w: (w.v[place] + U32(offset)) // U32(4) % U32(w.lanes))
+  return moved(i, "data0", lambda w: (w.v[addr] + U32(offset)) // U32(4) % U32(w.lanes))
 
 
 def moved(i: Instruction, name: str, origin: Callable[[Wave], np.ndarray]) -> Step:
@@ -123,8 +123,8 @@ def accumulator_move(i: Instruction) -> Step:
   reads = "READ" in i.name
   number = register(i.inst, "vdst") + (0 if reads else 256)
   if reads:
-    place = register(i.inst, "src0") + 256
-    fetch, touched = fetcher(place, 32, i.target, None), names(place, 32)
+    accumulator = register(i.inst, "src0") + 256
+    fetch, touched = fetcher(accumulator, 32, i.target, None), names(accumulator, 32)
   else:
     value = source(i.inst, "src0", 0, i.target)
     fetch, touched = value.fetch, value.registers

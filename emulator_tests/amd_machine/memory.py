@@ -41,31 +41,31 @@ class Global:
     return ((number + 1) << PAGE) + 0x7700
 
   def find(self, w: Wave, address: np.ndarray, size: int, verb: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Return each buffer that is accessed, the lanes that do, and their places (lanes, size). Raises OutOfBounds."""
+    """Return each buffer that is accessed, by which lanes, and at which bytes, (lanes, size). Raises OutOfBounds."""
     number = (address >> U64(PAGE)).astype(np.int64) - 1
     found = []
     for n in np.unique(number):
       lanes = np.flatnonzero(number == n)
       if not 0 <= n < len(self.buffers):
         raise w.fail(OutOfBounds, f"{verb} address {int(address[lanes[0]]):#x}, where no buffer is")
-      place = address[lanes].astype(np.int64) - self.address(int(n))
-      if (bad := (place < 0) | (place + size > len(self.buffers[n]))).any():
-        what = f"{verb} {size} bytes at byte {int(place[bad][0])} of buffer {n - 1}, of {len(self.buffers[n])}"
-        raise w.fail(OutOfBounds, what if n else f"{verb} the arguments at byte {int(place[bad][0])}")
-      found.append((self.buffers[n], lanes, place[:, None] + np.arange(size)))
+      offset = address[lanes].astype(np.int64) - self.address(int(n))
+      if (bad := (offset < 0) | (offset + size > len(self.buffers[n]))).any():
+        what = f"{verb} {size} bytes at byte {int(offset[bad][0])} of buffer {n - 1}, of {len(self.buffers[n])}"
+        raise w.fail(OutOfBounds, what if n else f"{verb} the arguments at byte {int(offset[bad][0])}")
+      found.append((self.buffers[n], lanes, offset[:, None] + np.arange(size)))
     return found
 
   def load(self, w: Wave, address: np.ndarray, size: int) -> np.ndarray:
     """Return (lanes, size) bytes."""
     result: np.ndarray = np.empty((len(address), size), np.uint8)
-    for buffer, lanes, places in self.find(w, address, size, "reads"):
-      result[lanes] = buffer[places]
+    for buffer, lanes, offsets in self.find(w, address, size, "reads"):
+      result[lanes] = buffer[offsets]
     return result
 
   def store(self, w: Wave, address: np.ndarray, data: np.ndarray) -> None:
     """Write (lanes, size) bytes."""
-    for buffer, lanes, places in self.find(w, address, data.shape[1], "writes"):
-      buffer[places] = data[lanes]
+    for buffer, lanes, offsets in self.find(w, address, data.shape[1], "writes"):
+      buffer[offsets] = data[lanes]
 
 
 def poisoned(size: int) -> np.ndarray:
@@ -111,7 +111,7 @@ class LDS:
     self.data[:, address[:, None] + np.arange(data.shape[2])] = data
 
 
-# ** parts of instructions **
+# ** sizes and registers of accesses **
 
 
 def size_of(name: str) -> int:
@@ -203,30 +203,32 @@ def vector_memory(i: Instruction) -> Step:
   high = "D16_HI" in i.name
 
   def addresses(w: Wave, lanes: np.ndarray) -> np.ndarray:
-    place = np.full((2, w.lanes), offset & (1 << 64) - 1, U64)
+    address = np.full((2, w.lanes), offset & (1 << 64) - 1, U64)
     if of_vaddr is not None:
-      place = place + of_vaddr(w).astype(U64)
+      address = address + of_vaddr(w).astype(U64)
     if of_base is not None:
-      place = place + of_base(w).astype(U64)
-    return w.agreed(place[:, lanes], "an address")
+      address = address + of_base(w).astype(U64)
+    return w.agreed(address[:, lanes], "an address")
 
   def run(w: Wave) -> None:
     lanes = np.flatnonzero(w.mask)
-    place = addresses(w, lanes)
+    address = addresses(w, lanes)
     if is_load:
-      data = w.group.scratch(w).load(w, lanes, place, size) if scratch else w.group.memory.load(w, place, size)[None]
+      data = (
+        w.group.scratch(w).load(w, lanes, address, size) if scratch else w.group.memory.load(w, address, size)[None]
+      )
       words = into_words(data, i.name)
       w.issue(counter, Flight(loads, lambda: halves.write(w, number, lanes, words)))
       return
     words = np.moveaxis(w.v[number : number + registers_of(size)][..., lanes], 0, -1)
     data = of_words(words, size, high)
     if scratch:
-      w.group.scratch(w).store(w, lanes, place, data)
+      w.group.scratch(w).store(w, lanes, address, data)
     else:
       if not np.array_equal(data[0], data[1]):
         bad = lanes[(data[0] != data[1]).any(-1)][:8].tolist()
         raise w.fail(Uninitialised, f"stores what depends on what was never written, from lanes {bad}")
-      w.group.memory.store(w, place, data[0])
+      w.group.memory.store(w, address, data[0])
     w.issue(counter, Flight((), None))
 
   return Step(run, every(*touched), frozenset(loads) if is_load else frozenset(), counter)
@@ -239,19 +241,19 @@ class Scratch:
     self.size = -(-size // 16) * 16
     self.data = poisoned(lanes * self.size).reshape(2, lanes, self.size)
 
-  def places(self, w: Wave, lanes: np.ndarray, address: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    place = address.astype(np.int64)
-    if ((place < 0) | (place + size > self.size)).any():
-      raise w.fail(OutOfBounds, f"byte {int(place.max())} of scratch memory, of {self.size} a lane")
-    if (place % min(size, 4)).any():
-      raise w.fail(Misaligned, f"byte {int(place[0])} of scratch memory for {size} bytes")
-    return lanes[:, None], place[:, None] + np.arange(size)
+  def find(self, w: Wave, lanes: np.ndarray, address: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    address = address.astype(np.int64)
+    if ((address < 0) | (address + size > self.size)).any():
+      raise w.fail(OutOfBounds, f"byte {int(address.max())} of scratch memory, of {self.size} a lane")
+    if (address % min(size, 4)).any():
+      raise w.fail(Misaligned, f"byte {int(address[0])} of scratch memory for {size} bytes")
+    return lanes[:, None], address[:, None] + np.arange(size)
 
   def load(self, w: Wave, lanes: np.ndarray, address: np.ndarray, size: int) -> np.ndarray:
-    return self.data[:, *self.places(w, lanes, address, size)]
+    return self.data[:, *self.find(w, lanes, address, size)]
 
   def store(self, w: Wave, lanes: np.ndarray, address: np.ndarray, data: np.ndarray) -> None:
-    self.data[:, *self.places(w, lanes, address, data.shape[-1])] = data
+    self.data[:, *self.find(w, lanes, address, data.shape[-1])] = data
 
 
 def local(i: Instruction) -> Step:
@@ -271,19 +273,19 @@ def local(i: Instruction) -> Step:
   stride = size * (64 if found[3] else 1)
   ones = [raw(inst, f"offset{n}") for n in range(2)]
   offsets = [x * stride for x in ones] if found[2] else [ones[0] | ones[1] << 8]
-  place, first = register(inst, "addr") - 256, acc_offset(i)
+  addr, first = register(inst, "addr") - 256, acc_offset(i)
   count, halves = registers_of(size), Halves(name if is_load else "")
   if is_load:
     numbers = [first + register(inst, "vdst") - 256 + count * n for n in range(len(offsets))]
   else:
     numbers = [first + register(inst, f"data{n}") - 256 for n in range(len(offsets))]
   loads = tuple(x for n in numbers for x in halves.names(n + 256, size)) if is_load else ()
-  touched = every(names(place + 256, 32), *(halves.names(n + 256, size) for n in numbers))
+  touched = every(names(addr + 256, 32), *(halves.names(n + 256, size) for n in numbers))
   high = "D16_HI" in name and not is_load
 
   def run(w: Wave) -> None:
     lanes = np.flatnonzero(w.mask)
-    address = w.agreed(w.v[place][:, lanes], "an address").astype(np.int64)
+    address = w.agreed(w.v[addr][:, lanes], "an address").astype(np.int64)
     lds = w.group.lds
     for offset in offsets:
       if ((address + offset + size > lds.size) | (address < 0)).any():
@@ -327,10 +329,10 @@ def scalar_memory(i: Instruction) -> Step:
   loads = tuple(range(number, number + count))
 
   def run(w: Wave) -> None:
-    place = of_base(w) + U64(offset & (1 << 64) - 1)
+    address = of_base(w) + U64(offset & (1 << 64) - 1)
     if of_offset is not None:
-      place = place + of_offset(w).astype(U64)
-    address = w.agreed(place, "an address")
+      address = address + of_offset(w).astype(U64)
+    address = w.agreed(address, "an address")
     if int(address[0]) % 4:
       raise w.fail(Misaligned, f"address {int(address[0]):#x} for words")
     words = w.group.memory.load(w, address, 4 * count).view(U32)[0]

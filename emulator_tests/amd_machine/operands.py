@@ -119,7 +119,7 @@ def source(inst: Inst, name: str, index: int, target: MachineTarget) -> Source:
 
   Args:
     name: of the field.
-    index: its place among the sources, by which modifiers know it.
+    index: that of the operand among the sources, which numbers its modifiers.
   """
   bits, kind = info(inst, name)
   number, half = register(inst, name), None

@@ -21,7 +21,7 @@ U32, U64, F32 = np.uint32, np.uint64, np.float32
 def dual(i: Instruction) -> Step:
   """VOPD: both read before either writes."""
   inst, target = i.inst, i.target
-  parts: list[tuple[list[Fetch], Callable[..., Any], int]] = []
+  operations: list[tuple[list[Fetch], Callable[..., Any], int]] = []
   touched: list[tuple[int, ...]] = []
   for x in "xy":
     name = getattr(inst, f"op{x}").name.replace("V_DUAL_", "V_")
@@ -36,12 +36,12 @@ def dual(i: Instruction) -> Step:
       "SIMM32": fetcher(255, 32, target, inst._literal or 0),
       "LANES": lambda w: w.lanes_of(VCC),
     }
-    parts.append(([given[k] for k in operation.inputs], operation.function, number))
+    operations.append(([given[k] for k in operation.inputs], operation.function, number))
     touched.append(names(number + 256, 32))
     touched += [names(first, 32) if value is None else ()] * ("S0" in operation.inputs)
     touched += [names(second, 32)] * ("S1" in operation.inputs)
     touched += [names(VCC, 32)] * ("LANES" in operation.inputs)
-  (fx, f, dx), (gx, g, dy) = parts
+  (fx, f, dx), (gx, g, dy) = operations
 
   def run(w: Wave) -> None:
     one, two = f(*[x(w) for x in fx])[0], g(*[x(w) for x in gx])[0]

@@ -132,23 +132,23 @@ class Translator:
   def start(self, text: str) -> None:
     """Take the tokens of an expression."""
     self.tokens: list[tuple[str, str]] = []
-    place = 0
-    while place < len(text.rstrip()):
-      if (found := TOKEN.match(text, place)) is None:
-        raise Untranslatable(text[place:])
+    offset = 0
+    while offset < len(text.rstrip()):
+      if (found := TOKEN.match(text, offset)) is None:
+        raise Untranslatable(text[offset:])
       kind = ("cast", "sized", "number", "name", "op")[[x is not None for x in found.groups()].index(True)]
       self.tokens.append((kind, found[found.lastindex or 0]))
-      place = found.end()
-    self.place = 0
+      offset = found.end()
+    self.position = 0
 
   def peek(self) -> str:
-    return self.tokens[self.place][1] if self.place < len(self.tokens) else ""
+    return self.tokens[self.position][1] if self.position < len(self.tokens) else ""
 
   def take(self, expected: str | None = None) -> tuple[str, str]:
-    if self.place >= len(self.tokens) or expected not in (None, self.peek()):
+    if self.position >= len(self.tokens) or expected not in (None, self.peek()):
       raise Untranslatable(f"{self.peek()!r} where {expected!r} is expected")
-    self.place += 1
-    return self.tokens[self.place - 1]
+    self.position += 1
+    return self.tokens[self.position - 1]
 
   # ** statements **
 
@@ -168,7 +168,7 @@ class Translator:
     name, member, high, low, element, right = found.groups()
     self.start(right)
     value = self.expression(0)
-    if self.place < len(self.tokens):
+    if self.position < len(self.tokens):
       raise Untranslatable(right)
     if high == "laneId":
       self.define(f"{name}_lanes", converted(value, "bool"))
@@ -299,8 +299,8 @@ class Translator:
       raise Untranslatable(token)
     if self.peek() == "(":
       return self.call(token)
-    if token == "VCC" and [x[1] for x in self.tokens[self.place : self.place + 5]] == [".", "u64", "[", "laneId", "]"]:
-      self.place += 5
+    if token == "VCC" and [x[1] for x in self.tokens[self.position :][:5]] == [".", "u64", "[", "laneId", "]"]:
+      self.position += 5
       self.inputs.add("LANES")
       return self.variables.get("VCC_lanes", Value("LANES", "bool"))
     return self.variable(token)

@@ -55,7 +55,7 @@ def step_of(i: Instruction) -> Step:
 
 
 class Program:
-  """The instructions of a kernel by their places. Raises UnknownInstruction.
+  """The instructions of a kernel by address. Raises UnknownInstruction.
 
   Attributes:
     lds_unit: bytes of the smallest access to LDS.
@@ -64,23 +64,23 @@ class Program:
   def __init__(self, code: CodeObject, arch: str):
     self.code, self.target = code, MachineTarget.of(arch)
     self.instructions: dict[int, Instruction] = {}
-    place = 0
-    while place < len(code.text):
-      inst = decoded(code.text[place : place + 16], self.target)
-      i = Instruction(inst, name_of(inst), place, inst.size(), self.target)
+    address = 0
+    while address < len(code.text):
+      inst = decoded(code.text[address : address + 16], self.target)
+      i = Instruction(inst, name_of(inst), address, inst.size(), self.target)
       i.step = step_of(i)
-      self.instructions[place] = i
-      place = i.next
+      self.instructions[address] = i
+      address = i.next
     of_lds = [i.name for i in self.instructions.values() if type(i.inst).__name__ == "DS"]
     self.lds_unit = 1 if any(x.endswith(("8", "16", "D16_HI")) for x in of_lds) else 4
 
-  def changed(self, place: int, inst: Inst | None) -> "Program":
-    """Return a copy in which another instruction stands at a place, or none: a deliberate fault."""
-    result, old = copy.copy(self), self.instructions[place]
+  def changed(self, address: int, inst: Inst | None) -> "Program":
+    """Return a copy with another instruction at an address, or none: a deliberate fault."""
+    result, old = copy.copy(self), self.instructions[address]
     if inst is None:
       new = replace(old, step=Step(lambda w: None))
     else:
       new = replace(old, inst=inst, name=name_of(inst))
       new.step = step_of(new)
-    result.instructions = self.instructions | {place: new}
+    result.instructions = self.instructions | {address: new}
     return result

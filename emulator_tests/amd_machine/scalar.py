@@ -46,8 +46,8 @@ def scalar(i: Instruction) -> Step:
     if name == "SCC":
       writes.append(put_scc)
     else:
-      place, size = (number, bits) if name == "D0" else (EXEC, target.lanes)
-      writes.append(scalar_writer(place, size))
+      destination, size = (number, bits) if name == "D0" else (EXEC, target.lanes)
+      writes.append(scalar_writer(destination, size))
 
   def run(w: Wave) -> None:
     for write, value in zip(writes, function(*[x(w) for x in fetches]), strict=True):

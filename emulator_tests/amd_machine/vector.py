@@ -85,7 +85,7 @@ def vector_sources(inst: Inst, target: MachineTarget) -> list[Source]:
 
 
 def selected(inst: Inst, name: str, index: int, target: MachineTarget) -> Source:
-  """A part of a register (SDWA), extended to 32 bits."""
+  """A byte, a half or all of a register (SDWA), extended to 32 bits."""
   number = register(inst, name)
   if raw(inst, f"s{index}"):
     number -= 256
@@ -147,7 +147,7 @@ def saturated(operation: str, kind: str, bits: str) -> Callable[..., Any]:
 
 
 class Destination:
-  """The vector register of a result: all of it, a pair, a half, or a part (SDWA)."""
+  """The vector register of a result: all of it, a pair, a half, or a byte (SDWA)."""
 
   def __init__(self, i: Instruction):
     inst, target = i.inst, i.target
@@ -167,7 +167,7 @@ class Destination:
     if number < 256:
       self.write: Callable[[Wave, Any], None] = lambda w, value: w.put_scalar(number, value)
     elif "dst_sel" in fields:
-      self.write = self.part(inst)
+      self.write = self.selected(inst)
     elif self.bits == 64:
       self.write = self.pair
     elif half is None:
@@ -198,8 +198,8 @@ class Destination:
   def cleared(self, w: Wave, value: Any) -> None:
     w.put(self.index, value & U32(0xFFFF))
 
-  def part(self, inst: Inst) -> Callable[[Wave, Any], None]:
-    """A writer of a part, which clears, extends or keeps the rest."""
+  def selected(self, inst: Inst) -> Callable[[Wave, Any], None]:
+    """A writer of a byte or a half, which clears or keeps the rest."""
     (shift, size), unused = SELECTED[raw(inst, "dst_sel")], raw(inst, "dst_unused")
     mask = U32(((1 << size) - 1) << shift)
     if unused == 1:

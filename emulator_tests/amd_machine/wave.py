@@ -68,7 +68,7 @@ class Wave:
 
   def fail(self, kind: type[KernelError], text: str) -> KernelError:
     """Return an error that names the kernel, the wave and the instruction."""
-    group = ",".join(map(str, self.group.place))
+    group = ",".join(map(str, self.group.coordinates))
     return kind(f"kernel {self.group.name}, workgroup {group}, wave {self.number}: {self.instruction}: {text}")
 
   def agreed(self, values: np.ndarray, what: str) -> np.ndarray:

@@ -24,9 +24,9 @@ class Workgroup:
   """One workgroup: its waves, LDS and scratch memory."""
 
   def __init__(
-    self, program: Program, memory: Global, place: tuple[int, ...], size: Sequence[int], source: random.Random
+    self, program: Program, memory: Global, coordinates: tuple[int, ...], size: Sequence[int], source: random.Random
   ):
-    self.program, self.memory, self.place, self.random = program, memory, place, source
+    self.program, self.memory, self.coordinates, self.random = program, memory, coordinates, source
     self.name, self.target = program.code.name, program.target
     threads, lanes = int(np.prod(size)), program.target.lanes
     count = -(-threads // lanes)
@@ -46,12 +46,12 @@ class Workgroup:
       raise w.fail(KernelError, f"begins with scalar registers that are not set here: {code.properties:#x}")
     w.s[0], w.s[1] = Global.address(0) & 0xFFFFFFFF, Global.address(0) >> 32
     if target.family == "rdna4":
-      w.s[117], w.s[115] = self.place[0], self.place[1] | self.place[2] << 16  # ttmp9, ttmp7
+      w.s[117], w.s[115] = self.coordinates[0], self.coordinates[1] | self.coordinates[2] << 16  # ttmp9, ttmp7
     else:
       register = code.rsrc2 >> 1 & 31
       for n in range(3):
         if code.rsrc2 >> (7 + n) & 1:
-          w.s[register] = self.place[n]
+          w.s[register] = self.coordinates[n]
           register += 1
     thread = w.number * w.lanes + np.arange(w.lanes)
     x, y, z = thread % size[0], thread // size[0] % size[1], thread // (size[0] * size[1])
@@ -128,8 +128,8 @@ def launch(
   size = round_up(max(len(kernarg), program.code.kernarg_bytes), KERNARG_ALIGNED)
   memory = Global([kernarg.ljust(size, b"\xa5"), *buffers])
   source = random.Random(seed)
-  places = list(product(*(range(n) for n in global_size)))
-  source.shuffle(places)
+  groups = list(product(*(range(n) for n in global_size)))
+  source.shuffle(groups)
   with np.errstate(all="ignore"):
-    for place in places:
-      Workgroup(program, memory, place, local_size, source).run()
+    for coordinates in groups:
+      Workgroup(program, memory, coordinates, local_size, source).run()

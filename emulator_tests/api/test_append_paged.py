@@ -127,7 +127,7 @@ def check_append(
 
 
 SCALES = ("k_scale", "v_scale")
-PLACES: dict[str, tuple[list[int], int, int]] = {
+RANGES: dict[str, tuple[list[int], int, int]] = {
   "one key": ([0, 15, 33], 1, 16),
   "over the end of a page": ([14, 0, 28], 5, 16),
   "over many pages": ([3, 0, 7], 20, 7),
@@ -137,11 +137,11 @@ PLACES: dict[str, tuple[list[int], int, int]] = {
 
 @pytest.mark.kinds(arch=TARGETS)
 @pytest.mark.each("arch", "dtype", evenly=True)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rows", RANGES)
 @pytest.mark.parametrize("dtype", [*DTYPES, *DTYPES_8], ids=str)
 @pytest.mark.parametrize("arch", TARGETS)
-def test_keys_are_written_where_they_are_read(arch: str, dtype: DType, place: str) -> None:
-  check_append(*PLACES[place], dtype, arch, dtypes.float16 if dtype in DTYPES_8 else None)
+def test_keys_are_written_where_they_are_read(arch: str, dtype: DType, rows: str) -> None:
+  check_append(*RANGES[rows], dtype, arch, dtypes.float16 if dtype in DTYPES_8 else None)
 
 
 @pytest.mark.kinds(arch=("CPU", "gfx942"))

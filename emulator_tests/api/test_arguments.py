@@ -180,8 +180,8 @@ def test_numbers_of_numpy() -> None:
   outs, masks = [], []
   for kind in kinds:
     one, two, three = map(kind, (1, 2, 3))
-    ends, places = [[kind(end) for end in x] for x in ([0, 2, 5], [0, 1, 6])], {"q_start": one, "max_seqlen_q": three}
-    outs.append(attention_varlen(*packed, *ends, is_causal=True, **places).numpy())
+    ends, options = [[kind(end) for end in x] for x in ([0, 2, 5], [0, 1, 6])], {"q_start": one, "max_seqlen_q": three}
+    outs.append(attention_varlen(*packed, *ends, is_causal=True, **options).numpy())
     masks.append(BlockMask.of(sliding_window(two), one, 1, 4, 4, block_m=two).counts.numpy())
   for x, y in (outs, masks):
     np.testing.assert_array_equal(x, y)

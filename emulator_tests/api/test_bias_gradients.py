@@ -23,7 +23,7 @@ Options = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 ODD: Shape = (2, 4, 2, 77, 131, 24, 17)
 BUCKETS = np.random.default_rng(0).integers(0, 8, 300).astype(np.int32)
-PLACES = np.random.default_rng(1).integers(0, 8, (77, 131)).astype(np.int32)
+PAIRS = np.random.default_rng(1).integers(0, 8, (77, 131)).astype(np.int32)
 
 
 def by_head_and_batch(x: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, factor: Any, of: Any) -> Any:
@@ -58,7 +58,7 @@ MODS: dict[str, tuple[Callable[..., Any], tuple[Array, ...]]] = {
   "distances": (by_distance, (normal(4, 207), normal(50, 3, 4).astype(np.float16))),
   "buckets": (by_buckets, (normal(8, 4), BUCKETS, normal(4, 8), normal(3))),
   "several reads": (several_reads, (normal(20),)),
-  "pairs": (by_pairs, (normal(140, 4, 77), normal(8, 4), PLACES)),
+  "pairs": (by_pairs, (normal(140, 4, 77), normal(8, 4), PAIRS)),
 }
 MASKS = {
   "pairs": (1, 4, 77, 131),
@@ -218,8 +218,8 @@ def looked_up_by_distance(x: Any, b: Any, h: Any, i: Any, j: Any, t: Any, of: An
 def test_at_most_a_few_blocks_of_scores_are_kept(mod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
   """Of 4096 queries and keys, whose scores take 64 MiB."""
   q, k, v = qkv(1, 1, 1, 4096, 4096, 16, 16)
-  table, places = Tensor(normal(32, 1)).realize(), np.random.default_rng(2).integers(0, 32, 8192)
-  buckets = Tensor(places.astype(np.int32)).realize()
+  table, of = Tensor(normal(32, 1)).realize(), np.random.default_rng(2).integers(0, 32, 8192)
+  buckets = Tensor(of.astype(np.int32)).realize()
   monkeypatch.setattr(bias, "BLOCK_BYTES", 4 << 20)
   (grad,) = attention(q, k, v, score_mod=mod, aux=(table, buckets), backend="kernel").sum().gradient(table)
   before, peak, allocate = GlobalCounters.mem_used, 0, Buffer.allocate

@@ -94,20 +94,19 @@ def check_lists(seen: Array, lists: tuple[Tensor, Tensor], block_m: int, block_n
   tiles = ceildiv(columns, block_n)
   assert order.shape == (*seen.shape[:2], ceildiv(rows, block_m), tiles)
   assert numbers.shape == (*order.shape[:3], 2)
-  for place in np.ndindex(*order.shape[:3]):
-    b, h, block = place
-    whole, count = numbers[place]
-    assert sorted(order[place]) == list(range(tiles))
+  for b, h, block in np.ndindex(*order.shape[:3]):
+    whole, count = numbers[b, h, block]
+    assert sorted(order[b, h, block]) == list(range(tiles))
     assert 0 <= whole <= count
     assert 1 <= count <= tiles
-    for position, tile in enumerate(order[place]):
-      part = seen[b, h, block * block_m : (block + 1) * block_m, tile * block_n : (tile + 1) * block_n]
+    for position, tile in enumerate(order[b, h, block]):
+      inside = seen[b, h, block * block_m : (block + 1) * block_m, tile * block_n : (tile + 1) * block_n]
       if position < whole:
-        assert part.all()
-        assert part.shape[1] == block_n
-        assert not complete or part.shape[0] == block_m
+        assert inside.all()
+        assert inside.shape[1] == block_n
+        assert not complete or inside.shape[0] == block_m
       if position >= count:
-        assert not part.any()
+        assert not inside.any()
 
 
 @pytest.mark.each("tile", evenly=True)
@@ -165,10 +164,10 @@ def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, 
 def test_kernels_read_the_lists_of_their_head(name: str, head: int, of_keys: bool) -> None:
   mask = made(name)
   order, numbers = (x.numpy() for x in mask.tile_lists(*((40, 32) if of_keys else (32, 40)), of_keys))
-  place = (head // H if order.shape[0] > 1 else 0, head % H if order.shape[1] > 1 else 0)
+  index = (head // H if order.shape[0] > 1 else 0, head % H if order.shape[1] > 1 else 0)
   got = visited(mask, 32, 40, head, H, of_keys)
-  np.testing.assert_array_equal(got[:, :2], numbers[place])
-  np.testing.assert_array_equal(got[:, 2:], order[place])
+  np.testing.assert_array_equal(got[:, :2], numbers[index])
+  np.testing.assert_array_equal(got[:, 2:], order[index])
 
 
 @pytest.mark.parametrize("of_keys", [False, True])
@@ -244,14 +243,14 @@ def test_tiles_that_are_not_seen_are_not_visited() -> None:
   mask = BlockMask.of(apart, 1, 1, rows, keys)
   assert mask.density == 0.5
   want = attention(q, k, v, block_mask=mask, backend="kernel").numpy()
-  for unseen, part in ((slice(256, 512), slice(0, 128)), (slice(0, 256), slice(128, 256))):
+  for unseen, half in ((slice(256, 512), slice(0, 128)), (slice(0, 256), slice(128, 256))):
     gone = np.zeros((1, 1, keys, 1), bool)
     gone[:, :, unseen] = True
     bad_k, bad_v = (Tensor(gone).where(math.nan, x).realize() for x in (k, v))
     got = attention(q, bad_k, bad_v, block_mask=mask, backend="kernel").numpy()
-    np.testing.assert_array_equal(got[:, :, part], want[:, :, part])
+    np.testing.assert_array_equal(got[:, :, half], want[:, :, half])
     with_every_tile = attention(q, bad_k, bad_v, mask_mod=apart, backend="kernel").numpy()
-    assert np.isnan(with_every_tile[:, :, part]).all()
+    assert np.isnan(with_every_tile[:, :, half]).all()
 
 
 def test_inside_a_jit() -> None:

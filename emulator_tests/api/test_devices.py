@@ -152,7 +152,7 @@ def by_distance() -> dict[str, Any]:
 @pytest.mark.usefixtures("no_plain_ops")
 @pytest.mark.parametrize("axis", [1, 0, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, None))])
 def test_biases_by_kernels(axis: int | None) -> None:
-  """Each device sums up what belongs to its batches, heads or queries, at the places of the whole."""
+  """Each device sums up the gradients of its batches, heads or queries, by their indices in the whole."""
   with Context(TRAINING=1):
     found = []
     for devices in (None, DEVICES):

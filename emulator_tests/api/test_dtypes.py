@@ -103,10 +103,10 @@ def test_additive_masks_of_8_bits(dtype: str) -> None:
 
 def test_what_is_stored_is_not_promoted() -> None:
   q, k, v = tensors("float16", "bfloat16", "bfloat16")
-  places = Tensor.zeros(1, 2, dtype=dtypes.int).contiguous(), Tensor([5])
+  pages = Tensor.zeros(1, 2, dtype=dtypes.int).contiguous(), Tensor([5])
   with pytest.raises(TypeError, match=r"^k_pages has dtype bfloat16, q has half; they must be the same"):
-    attention_paged(q, k, v, *places, enable_gqa=True)
-  out = attention_paged(q.float(), k, v, *places, enable_gqa=True, backend="kernel")
+    attention_paged(q, k, v, *pages, enable_gqa=True)
+  out = attention_paged(q.float(), k, v, *pages, enable_gqa=True, backend="kernel")
   want = attention(q.float(), k[:, :, :5].float(), v[:, :, :5].float(), enable_gqa=True, backend="reference")
   np.testing.assert_allclose(out.numpy(), want.numpy(), atol=4e-6)
   with pytest.raises(TypeError, match="k has dtype bfloat16, the cache has half"):

@@ -258,8 +258,8 @@ def test_merged_states() -> None:
     check_nothing(out, lse, shape)
   q, k, v = operands(1, 4, 4, 3, 5)
   whole = attention(q, k, v, return_lse=True)
-  parts = [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 0), (0, 5), (5, 5))]
-  for got, want in zip(merge_states(*zip(*parts, strict=True)), whole, strict=True):
+  states = [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 0), (0, 5), (5, 5))]
+  for got, want in zip(merge_states(*zip(*states, strict=True)), whole, strict=True):
     np.testing.assert_allclose(got.numpy(), want.numpy(), atol=2e-6)
 
 

@@ -21,7 +21,7 @@ def public() -> dict[str, Any]:
     found[name] = value
     if not inspect.isfunction(value):  # a class, or an object as uopattn.tune is
       methods = vars(value if inspect.isclass(value) else type(value))
-      found |= {f"{name}.{part}": x for part, x in methods.items() if documented(part, x)}
+      found |= {f"{name}.{method}": x for method, x in methods.items() if documented(method, x)}
   found["onnx.register"] = uopattn.onnx.register
   own = {name: x for name, x in vars(mods).items() if not name.startswith("_") and inspect.isfunction(x)}
   return found | {f"mods.{name}": x for name, x in own.items() if x.__module__ == mods.__name__}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, drawn, inputs, lower, on, placed, qkv, same_part, served_by
+from helpers import DTYPES, check, drawn, inputs, lower, on, placed, qkv, same_segment, served_by
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
@@ -44,12 +44,12 @@ def some(random: np.random.Generator, shape: Shape, *names: str) -> Options:
     "sinks": random.standard_normal(Hq).astype(np.float32),
     "attn_mask": random.random(broad) < 0.7 if random.random() < 0.5 else np.where(added > 1.5, -np.inf, added),
     "score_mod": lower,
-    "mask_mod": same_part,
+    "mask_mod": same_segment,
   }
   chosen = {name: values[name] for name in names}
   if {"score_mod", "mask_mod"} & set(names):
-    parts = np.sort(random.integers(0, 4, max(M, N))).astype(np.int32)
-    chosen["aux"] = np.linspace(0.05, 0.5, Hq, dtype=np.float32), parts
+    segments = np.sort(random.integers(0, 4, max(M, N))).astype(np.int32)
+    chosen["aux"] = np.linspace(0.05, 0.5, Hq, dtype=np.float32), segments
   return chosen
 
 
@@ -355,7 +355,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_caught(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-  place, mistake, feature = MISTAKES[name]
+  method, mistake, feature = MISTAKES[name]
   mask = np.random.default_rng(6).random((shape[3], shape[4])) < 0.7
   fixed = {"window": (20, 5), "attn_mask": mask, "softcap": 0.5, "kv_lengths": np.array([30, 77])}
   options = some(np.random.default_rng(6), shape, feature)
@@ -363,7 +363,7 @@ def test_a_mistake_is_caught(name: str, shape: Shape, monkeypatch: pytest.Monkey
   options |= {"q_start": np.array([60, 70])} if feature == "window" else {}
   check_features(shape, dtypes.float32, options)
   compiled.cache_clear()
-  monkeypatch.setattr(HeadRules, place, mistake)
+  monkeypatch.setattr(HeadRules, method, mistake)
   with pytest.raises(AssertionError, match="worst at"):
     check_features(shape, dtypes.float32, options)
   compiled.cache_clear()

@@ -82,13 +82,13 @@ def check_steps(dtype: DType, prompt: int, jit: bool = True) -> None:
 
 
 @pytest.mark.parametrize(
-  ("dtype", "parts"),
+  ("dtype", "appends"),
   [(dtypes.float32, ((33, False), (20, True), (1, False), (3, True))), (dtypes.bfloat16, ((20, True), (20, True)))],
   ids=str,
 )
-def test_parts_of_many_and_few_positions(dtype, parts) -> None:
+def test_parts_of_many_and_few_positions(dtype, appends) -> None:
   cache, steps, position = full_of_nan(dtype=dtype), Steps(dtype=dtype), 0
-  for M, bound in parts:
+  for M, bound in appends:
     q, k, v = steps.next(M)
     start = start_at(position, M) if bound else position
     cache.append(k, v, start)
@@ -164,8 +164,8 @@ def test_attention_at_expressions_of_variables(backend: str) -> None:
   q, k, v = qkv(B, HQ, HKV, 3, N, DK, DV)
   start, more = start_at(11, 3), UOp.variable("more", 0, 9)
   for extra in (0, 4):
-    places: dict[str, Any] = {"q_start": 2 * start - 1, "kv_lengths": start + 3 + more.bind(extra)}
-    out = attention(q, k, v, is_causal=True, enable_gqa=True, backend=backend, **places).realize()
+    given: dict[str, Any] = {"q_start": 2 * start - 1, "kv_lengths": start + 3 + more.bind(extra)}
+    out = attention(q, k, v, is_causal=True, enable_gqa=True, backend=backend, **given).realize()
     check(q, k, v, out, is_causal=True, q_start=21, kv_lengths=np.array([14 + extra] * B))
 
 

@@ -70,7 +70,7 @@ def moved(cache: KVCache, device: str) -> KVCache:
 
 @pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_bytes_are_those_of_the_cache(dtype: DType) -> None:
-  """Keys are split into parts by them: those of q's type would make twice or four times as many."""
+  """They decide the number of splits: those of q's type would make twice or four times as many."""
   spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, kv_dtype=dtype)
   assert spec.kv_bytes == B * HKV * N * (DK + DV)
 
@@ -196,7 +196,7 @@ def test_the_reference_agrees(dtype: DType) -> None:
 
 
 def test_keys_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr("uopattn.dsl.schedule.PART_BYTES", 1 << 12)
+  monkeypatch.setattr("uopattn.dsl.schedule.SPLIT_BYTES", 1 << 12)
   monkeypatch.setattr("uopattn.dsl.schedule.COMBINE_BYTES", 0)
   length, N = 1500, 1600
   cache, q = filled(dtypes.int8, length, N=N), normal(B, HQ, 1, DK)

@@ -25,7 +25,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray) -> tuple[Tensor, 
 
 def check_merged(q: Tensor, k: Tensor, v: Tensor, owners: np.ndarray) -> None:
   """Fails unless the attentions over the keys of owner 0, 1, 2 and 3, merged, are that over all of them."""
-  outs, lses = zip(*(partial(q, k, v, owners == part) for part in range(4)), strict=True)
+  outs, lses = zip(*(partial(q, k, v, owners == owner) for owner in range(4)), strict=True)
   out, lse = merge_states(outs, lses)
   Tensor.realize(out, lse)
   check(q, k, v, out, lse)
@@ -41,7 +41,7 @@ def test_any_parts_give_the_whole(owners: list[int], M: int, seed: int) -> None:
 @given(cuts=st.lists(st.integers(0, N), max_size=5), seed=st.integers(0, 99))
 @settings(max_examples=8)
 def test_consecutive_parts_in_any_order(cuts: list[int], seed: int) -> None:
-  """Parts of length 0, and rows of a part that see none of its keys, come up too."""
+  """Ranges of no keys, and rows that see none of the keys of a range, come up too."""
   rng = np.random.default_rng(seed)
   q, k, v = qkv(1, 2, 2, 40, N, 16, Dv, seed=seed)
   ends = [0, *sorted(cuts), N]
@@ -141,7 +141,7 @@ def test_bad_arguments(outs, lses, error, message) -> None:
 
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 def test_sinks_of_a_part_without_keys(backend: str) -> None:
-  """They are in its LSE, so that it and a part without sinks are the whole; and so are their gradients."""
+  """They are in the LSE over no keys, which a state without sinks completes; so are their gradients."""
   q, k, v = qkv(2, 4, 2, 5, 12, 16, Dv)
   sinks, none = on_device(np.array([0.7, -1, 3, 0], np.float32)), on_device(np.zeros(2, np.int32))
   given: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": backend}

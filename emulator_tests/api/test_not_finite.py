@@ -13,7 +13,7 @@ from uopattn.dsl import sizes
 
 N = 100
 FEW, MANY = 3, 100  # queries: one for each kernel
-PLACES: dict[str, tuple[str, tuple[Any, ...]]] = {
+ELEMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
   "a query": ("q", (0, 0, 1, 3)),
   "an early key": ("k", (0, 0, 5, 3)),
   "the last key": ("k", (0, 0, N - 1, 0)),
@@ -24,10 +24,10 @@ PLACES: dict[str, tuple[str, tuple[Any, ...]]] = {
 BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def with_bad(place: str, bad: float, M: int, dtype=dtypes.float32) -> list[Tensor]:
+def with_bad(element: str, bad: float, M: int, dtype=dtypes.float32) -> list[Tensor]:
   """Inputs of two query heads and one key head, with a bad number in them."""
   inputs = dict(zip("qkv", qkv(1, 2, 1, M, N, 16, 16, dtype), strict=True))
-  name, index = PLACES[place]
+  name, index = ELEMENTS[element]
   numbers = inputs[name].float().numpy().copy()
   numbers[index] = bad
   return list((inputs | {name: Tensor(numbers).cast(dtype).realize()}).values())
@@ -42,21 +42,21 @@ def computed(inputs: list[Tensor], backend: str, is_causal: bool) -> list[np.nda
 
 
 CASES = [
-  (place, M, is_causal)
-  for place in PLACES
+  (element, M, is_causal)
+  for element in ELEMENTS
   for M in (FEW, MANY)
   for is_causal in (False, True)
-  if not ("value" in place and M == MANY and is_causal)  # a hidden value: see below
+  if not ("value" in element and M == MANY and is_causal)  # a hidden value: see below
 ]
 
 
 @pytest.mark.kinds(bad=(math.nan, math.inf))
 @pytest.mark.each("dtype", "bad", evenly=True)
-@pytest.mark.parametrize(("place", "M", "is_causal"), CASES)
+@pytest.mark.parametrize(("element", "M", "is_causal"), CASES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("bad", BAD)
-def test_as_in_plain_ops(place: str, bad: str, dtype, M: int, is_causal: bool) -> None:
-  inputs = with_bad(place, BAD[bad], M, dtype)
+def test_as_in_plain_ops(element: str, bad: str, dtype, M: int, is_causal: bool) -> None:
+  inputs = with_bad(element, BAD[bad], M, dtype)
   close = 1e-2 if dtype == dtypes.bfloat16 else 1e-5
   for got, want in zip(computed(inputs, "kernel", is_causal), computed(inputs, "reference", is_causal), strict=True):
     np.testing.assert_allclose(got, want, rtol=close, atol=close)

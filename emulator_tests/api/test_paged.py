@@ -109,7 +109,7 @@ def test_types(dtype: Any, M: int) -> None:
 
 
 def test_keys_in_parts() -> None:
-  """A long sequence beside a short one, of whose parts some have no keys."""
+  """A long sequence beside a short one, some of whose splits have no keys."""
   case = Case([1500, 9], 16, sizes=(2, 1, 16, 16))
   case.check()
   case.check(is_causal=True, q_start=Tensor([1499, 8], dtype=dtypes.int).realize())

@@ -44,7 +44,7 @@ def prose(page: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-  """The headings of a page, as GitHub makes them parts of links."""
+  """The headings of a page, as GitHub writes them in links."""
   heads = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
   return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -54,10 +54,10 @@ COMMANDS = [line for block in blocks("sh").values() for line in block.splitlines
 RUN = list(dict.fromkeys(line for line in COMMANDS if not line.startswith(tuple(NOT_RUN))))
 
 
-@pytest.mark.kinds(place=[x for x in PYTHON if x.startswith("README.md")])
-@pytest.mark.parametrize("place", PYTHON)
-def test_python(place: str, tmp_path: Path) -> None:
-  block = PYTHON[place]
+@pytest.mark.kinds(name=[x for x in PYTHON if x.startswith("README.md")])
+@pytest.mark.parametrize("name", PYTHON)
+def test_python(name: str, tmp_path: Path) -> None:
+  block = PYTHON[name]
   done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path, timeout=300)
   assert done.returncode == 0, done.stderr
   assert done.stderr == ""

@@ -136,8 +136,8 @@ def test_packed_sequences() -> None:
   with machine(*CUDA):
     q, k, v = (x[0].transpose(0, 1).contiguous().realize() for x in inputs(1, 4, 2, 60, 60, 32, 16, E4M3))
     out = attention_varlen(q, k, v, [0, 20, 60], [0, 20, 60], enable_gqa=True, backend="kernel", **tensors(scales))
-    for part in (slice(0, 20), slice(20, 60)):
-      own = [x[part].transpose(0, 1).unsqueeze(0).contiguous().realize() for x in (q, k, v, out)]
+    for rows in (slice(0, 20), slice(20, 60)):
+      own = [x[rows].transpose(0, 1).unsqueeze(0).contiguous().realize() for x in (q, k, v, out)]
       (report,) = verify(own[0], own[1], own[2], own[3], **scales)
       assert report.correct, str(report)
 
@@ -160,7 +160,7 @@ def test_pages(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1, 2, None])
 def test_several_devices(axis: int | None) -> None:
-  """Heads, batches or the sequence divided; every device has its own part of the scales."""
+  """Heads, batches or the sequence divided; every device has the scales of its shard."""
   devices = ("CPU", "CPU:1")
   given = qkv(2, 4, 2, 8, 8, 16, 8)
   q, k, v = (x.shard(devices, axis) for x in given)

@@ -1,4 +1,4 @@
-"""Keys split into parts and query heads packed into rows, on GPUs: each target on the emulator, against the oracle."""
+"""Splits of the keys and query heads packed into rows, on GPUs: each target on the emulator, against the oracle."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ FEW: Shape = (2, 4, 2, 3, 150, 16, 24)
 
 
 def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any = dtypes.float16) -> None:
-  """Runs an attention on the default device in so many parts and checks it."""
+  """Runs an attention on the default device with so many splits, and checks it."""
   q, k, v = inputs(*shape, dtype)
   given = as_given(options or {}, Device.DEFAULT)
   arguments = Arguments(enable_gqa=True, return_lse=True, **given)
@@ -44,7 +44,7 @@ def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("splits", [2, 3, 9, 40])
 def test_parts(arch: str, splits: int) -> None:
-  """Up to more parts than there are tiles of keys."""
+  """Up to more splits than there are tiles of keys."""
   with on(arch):
     split(PLAIN, splits)
 
@@ -117,30 +117,30 @@ def test_one_kernel_does_no_work_beyond_the_length(arch: str) -> None:
       check(q, k, v, out, lse, kv_lengths=np.array([length]))
       (count,) = [x for name, x in profile.kernels.items() if name.startswith("attention") and "combine" not in name]
       work[length], names = (count.matrix, count.global_read), names | {*profile.kernels}
-    assert len(names) == 2  # the kernel of the parts, and the one that combines them
+    assert len(names) == 2  # the kernel of the splits, and the one that combines them
   (full, all_bytes), (half, half_of_bytes), (least, least_bytes) = (work[n] for n in (1024, 512, 1))
   assert half == full / 2, work
-  assert least <= full / 16, work  # a tile each part at the least
-  # Each part also reads its queries, and begins to load a tile that it may not need.
+  assert least <= full / 16, work  # at least a tile in each split
+  # Each split also reads its queries, and begins to load a tile that it may not need.
   assert half_of_bytes < 0.65 * all_bytes, work
   assert least_bytes < 0.25 * all_bytes, work
 
 
-right_part, right_weight = TileRange.split, combine._weight
+right_split, right_weight = TileRange.split, combine._weight
 
 
-def without_the_last_tile(self: TileRange, i: UOp, parts: int) -> TileRange:
-  return right_part(TileRange(self.n_full, self.n_tiles - 1, self.tile), i, parts)
+def without_the_last_tile(self: TileRange, i: UOp, splits: int) -> TileRange:
+  return right_split(TileRange(self.n_full, self.n_tiles - 1, self.tile), i, splits)
 
 
-def the_first_part_again(self: TileRange, i: UOp, parts: int) -> TileRange:
-  return right_part(self, i * 0, parts)
+def the_first_split_again(self: TileRange, i: UOp, splits: int) -> TileRange:
+  return right_split(self, i * 0, splits)
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
   "last tile left out": (TileRange, "split", without_the_last_tile),
-  "every part the first one": (TileRange, "split", the_first_part_again),
-  "parts of equal weight": (
+  "every split the first one": (TileRange, "split", the_first_split_again),
+  "splits of equal weight": (
     combine,
     "_weight",
     lambda logit, l_i, highest, power: right_weight(logit, l_i, logit, power),
@@ -152,9 +152,9 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("arch", ["gfx1201", "sm_80"])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_caught(arch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  place, phase, mistake = MISTAKES[name]
+  owner, phase, mistake = MISTAKES[name]
   with on(arch):
     split(PLAIN, 3)
-    monkeypatch.setattr(place, phase, mistake)
+    monkeypatch.setattr(owner, phase, mistake)
     with pytest.raises(AssertionError, match="worst at"):
       split(PLAIN, 3)

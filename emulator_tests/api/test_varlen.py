@@ -80,7 +80,7 @@ def check_varlen(
       alone = theirs.get("sinks", np.full(HQ, -np.inf))[:, None]  # the sink of the row's head
       assert (found_lse[0, :, rows] == alone).all()
     elif first[0] < first[1]:
-      a, b, c = (x[:, :, slice(*part)] for x, part in zip(arrays, (first, keys, keys), strict=True))
+      a, b, c = (x[:, :, slice(*own)] for x, own in zip(arrays, (first, keys, keys), strict=True))
       gate = Gate.of_arrays(a, b, c, dtype, q_start=start, **of_sequence(s, theirs))
       for report in (gate.output(found[:, :, rows]), gate.lse(found_lse[:, :, rows])):
         assert report.correct, f"worst at {report.worst}: {report}"
@@ -127,11 +127,11 @@ def test_lower_right_alignment() -> None:
 BIAS = np.random.default_rng(5).standard_normal((4, 30)).astype(np.float32)  # of sequences and distances
 
 
-def near_keys(b: Any, h: Any, i: Any, j: Any, bias: Any, parts: Any) -> Any:
-  return (parts[j] == h % 2) | (j - i < 3 * b)
+def near_keys(b: Any, h: Any, i: Any, j: Any, bias: Any, segments: Any) -> Any:
+  return (segments[j] == h % 2) | (j - i < 3 * b)
 
 
-def biased(score: Any, b: Any, h: Any, i: Any, j: Any, bias: Any, parts: Any) -> Any:
+def biased(score: Any, b: Any, h: Any, i: Any, j: Any, bias: Any, segments: Any) -> Any:
   return score * 0.5 + bias[b, (i - j + 15).clip(0, 29)] - 0.1 * h
 
 
@@ -183,8 +183,8 @@ def check_masked(name: str, backend: str = "kernel", dtype: Any = dtypes.float32
   for (first, end), (key, last) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
     own = {name: x if name == "dropout_p" else x[None, :, first:end, key:last] for name, x in theirs.items()}
     a, b, c, found = (
-      x[:, :, slice(*part)]
-      for x, part in zip(arrays, ((first, end), (key, last), (key, last), (first, end)), strict=True)
+      x[:, :, slice(*rows)]
+      for x, rows in zip(arrays, ((first, end), (key, last), (key, last), (first, end)), strict=True)
     )
     gate = Gate.of_arrays(a, b, c, dtype, is_causal=True, q_start=9, **own)
     for report in (gate.output(found), gate.lse(lse.numpy()[None, :, first:end])):
@@ -264,12 +264,12 @@ def test_tiles_of_other_sequences_are_not_visited() -> None:
   lengths = [512, 512]  # the largest block of queries
   q, k, v = tensors((lengths, lengths))
   want = attention_varlen(q, k, v, ends(lengths), ends(lengths), enable_gqa=True, backend="kernel").numpy()
-  for part in (slice(0, 512), slice(512, 1024)):
+  for rows in (slice(0, 512), slice(512, 1024)):
     other = np.ones((1024, 1, 1), bool)
-    other[part] = False
+    other[rows] = False
     bad_k, bad_v = (Tensor(other).where(math.nan, x).realize() for x in (k, v))
     got = attention_varlen(q, bad_k, bad_v, ends(lengths), ends(lengths), enable_gqa=True, backend="kernel").numpy()
-    np.testing.assert_array_equal(got[part], want[part])
+    np.testing.assert_array_equal(got[rows], want[rows])
 
 
 @pytest.mark.each("q_start", "window")

@@ -88,8 +88,8 @@ class Case:
 
   def keys(self, x: Tensor, s: int) -> Array:
     """(1, Hkv, keys, D): the keys or the values of a sequence."""
-    places = np.arange(self.lengths[s])
-    found = numpy(x)[self.table[s, places // self.page_size], :, places % self.page_size]
+    page, row = np.divmod(np.arange(self.lengths[s]), self.page_size)
+    found = numpy(x)[self.table[s, page], :, row]
     return found.swapaxes(0, 1)[None]
 
   def compare(self, out: Tensor, lse: Tensor, q_start: list[int] | int | None = None, **options: Any) -> None:

@@ -128,7 +128,7 @@ def check_in_place(name: str, target: str) -> None:
   assert (kernels, moved) == (kernels_of_copies, moved_by_copies)
 
 
-@pytest.mark.parametrize(("name", "M", "N"), [("many queries", N, N), ("few, in parts", 2, 5000)])
+@pytest.mark.parametrize(("name", "M", "N"), [("many queries", N, N), ("few, split", 2, 5000)])
 def test_the_output_has_heads_last_as_q_has(name: str, M: int, N: int) -> None:
   """So that what follows, `out.transpose(1, 2).reshape(B, M, -1)`, reads it in order."""
   q, k = buffers([(B, M, H, D), (B, N, H, D)], dtypes.float)
@@ -203,50 +203,50 @@ def test_the_bytes_of_a_step_with_a_cache() -> None:
 
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[Tensor, np.ndarray, bool]:
-  """A view by some movement ops, the places in the buffer of its elements, and if strides describe it after each op."""
+  """A view by some movement ops, the offsets of its elements, and whether strides describe it after each op."""
   described = True
   shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5))
-  places = np.arange(math.prod(shape)).reshape(shape)
+  offsets = np.arange(math.prod(shape)).reshape(shape)
   x = placed(np.random.default_rng(0).standard_normal(shape, np.float32))
   for op in draw(st.lists(st.sampled_from(["permute", "reshape", "shrink", "expand", "flip"]), max_size=5)):
-    axis = draw(st.integers(0, places.ndim - 1))
+    axis = draw(st.integers(0, offsets.ndim - 1))
     if op == "permute":
-      order = draw(st.permutations(range(places.ndim)))
-      x, places = x.permute(*order), places.transpose(order)
+      order = draw(st.permutations(range(offsets.ndim)))
+      x, offsets = x.permute(*order), offsets.transpose(order)
     elif op == "reshape":
-      left, new = places.size, list[int]()
+      left, new = offsets.size, list[int]()
       while left > 1 and len(new) < 5:
         new.append(draw(st.sampled_from([n for n in range(2, left + 1) if left % n == 0])))
         left //= new[-1]
       new.append(left)
-      x, places = x.reshape(*new), places.reshape(new)
+      x, offsets = x.reshape(*new), offsets.reshape(new)
     elif op == "shrink":
-      begin = draw(st.integers(0, places.shape[axis] - 1))
-      end = draw(st.integers(begin + 1, places.shape[axis]))
-      cut = tuple(slice(begin, end) if i == axis else slice(None) for i in range(places.ndim))
-      x, places = x[cut], places[cut]
-    elif op == "expand" and places.shape[axis] == 1:
-      wide = [3 if i == axis else n for i, n in enumerate(places.shape)]
-      x, places = x.expand(*wide), np.broadcast_to(places, wide)
+      begin = draw(st.integers(0, offsets.shape[axis] - 1))
+      end = draw(st.integers(begin + 1, offsets.shape[axis]))
+      cut = tuple(slice(begin, end) if i == axis else slice(None) for i in range(offsets.ndim))
+      x, offsets = x[cut], offsets[cut]
+    elif op == "expand" and offsets.shape[axis] == 1:
+      wide = [3 if i == axis else n for i, n in enumerate(offsets.shape)]
+      x, offsets = x.expand(*wide), np.broadcast_to(offsets, wide)
     elif op == "flip":
-      x, places = x.flip(axis), np.flip(places, axis)
-    steps = [np.diff(places, axis=i) for i in range(places.ndim)]
+      x, offsets = x.flip(axis), np.flip(offsets, axis)
+    steps = [np.diff(offsets, axis=i) for i in range(offsets.ndim)]
     described &= all(step.size == 0 or step.min() == step.max() for step in steps)
-  return x, places, described
+  return x, offsets, described
 
 
 @given(chains())
 def test_offset_and_strides_are_those_of_the_elements(drawn: tuple[Tensor, np.ndarray, bool]) -> None:
-  x, places, described = drawn
+  x, offsets, described = drawn
   layout = layout_of(x.uop)
   if layout is None:
     assert not described or base_of(x.uop) is x.uop
     return
-  found = np.full(places.shape, layout.offset)
+  found = np.full(offsets.shape, layout.offset)
   for axis, stride in enumerate(layout.strides):
-    along = np.arange(places.shape[axis]) * stride
-    found = found + along.reshape([-1 if i == axis else 1 for i in range(places.ndim)])
-  np.testing.assert_array_equal(found, places)
+    along = np.arange(offsets.shape[axis]) * stride
+    found = found + along.reshape([-1 if i == axis else 1 for i in range(offsets.ndim)])
+  np.testing.assert_array_equal(found, offsets)
   assert layout.size == math.prod(base_of(x.uop).shape)
 
 
@@ -254,8 +254,8 @@ def test_offset_and_strides_are_those_of_the_elements(drawn: tuple[Tensor, np.nd
 @given(chains(), st.booleans())
 def test_kernels_read_what_movement_ops_make(drawn: tuple[Tensor, np.ndarray, bool], is_causal: bool) -> None:
   """Queries, keys and values are one view of any number of axes."""
-  x, places, _ = drawn
-  assume(places.ndim >= 2 and places.shape[-2] <= 200)
+  x, offsets, _ = drawn
+  assume(offsets.ndim >= 2 and offsets.shape[-2] <= 200)
   got = attention(x, x, x, is_causal=is_causal, backend="kernel")
   want = x.scaled_dot_product_attention(x, x, is_causal=is_causal)
   np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5)

@@ -96,8 +96,8 @@ def test_loop_of_a_length_that_depends_on_an_outer_axis(items: int, longest: int
     item = s.axis(items)
     total = s.assign(s.buffer(2), lambda j: 0.0, within=(item,))
     loop = s.loop(item % longest + 1 if longest > 1 else 1, item)
-    place = clamp(loop.index, 0, longest - 1)
-    power = (place.eq(0)).where(1.0, place.eq(1).where(10.0, place.eq(2).where(100.0, 1000.0)))
+    index = clamp(loop.index, 0, longest - 1)
+    power = index.eq(0).where(1.0, index.eq(1).where(10.0, index.eq(2).where(100.0, 1000.0)))
     j = s.axis(2)
     end = loop.end(total.after(*loop.axes)[j].store(total.after(*loop.axes)[j] + power).end(j))
     j = s.axis(2)
@@ -117,8 +117,8 @@ def test_loops_after_a_loop_share_a_value() -> None:
     item = s.axis(8)
     total = s.assign(s.buffer(1), lambda j: 0.0, within=(item,))
     loop = s.loop(item % 3 + 1, item)
-    place = total.after(*loop.axes)[0]
-    end = loop.end(place.store(place.load() + 1.0))
+    element = total.after(*loop.axes)[0]
+    end = loop.end(element.store(element.load() + 1.0))
     for start in 0, 2:
       j = s.axis(2)
       end = o.after(end)[item * 4 + start + j].store(total.after(end)[0].load()).end(j)

@@ -16,7 +16,7 @@ ANY = {dtypes.fp8e4m3: (0x7F, 0xFF)}  # bytes of no number
 
 
 def words_of(stored: DType) -> tuple[Array, Array]:
-  """Words in which every element of 8 bits occurs in every place, or of 4 with most scales; a scale for each word."""
+  """Words with each element of 8 bits at each offset, or of 4 bits with most scales; and a scale for each word."""
   words = np.random.default_rng(0).integers(0, 1 << 32, 1024, dtype=np.uint32)
   if not isinstance(stored, FourBits):
     words[:256] = np.arange(256, dtype=np.uint32) * np.uint32(0x01010101)

@@ -1,4 +1,4 @@
-"""Every check fires on a kernel broken in one place, and is quiet on the right one."""
+"""Every check fires on a kernel with one mistake, and is quiet on the right one."""
 
 import numpy as np
 import pytest
@@ -292,7 +292,7 @@ STATEMENTS = {
     emulator.Misaligned,
     "copies 8 bytes from a global address that is not a multiple of 8",
   ),
-  "copies to one place": (
+  "copies to one address": (
     lambda t, s, r, x: CUDA.cp_async(s[t // 2 * 4], x[4 * t]),
     emulator.Race,
     r"copies to LDS 0 .* from different lanes at once",

@@ -97,16 +97,16 @@ def test_many_workgroups_run_in_batches():
 def test_grid_of_three_axes():
   sizes, local = (3, 4, 5), (2, 3, 4)
 
-  def place(o):
+  def index(o):
     g = [UOp.range(n, i, AxisType.GLOBAL) for i, n in enumerate(sizes)]
     l = [UOp.range(n, 3 + i, AxisType.LOCAL) for i, n in enumerate(local)]
     at = UOp.const(0)
     for r, n in zip(g + l, sizes + local, strict=True):
       at = at * n + r
-    return kernel("place", [o[at].store(at.cast(dtypes.int))], *l, *g)
+    return kernel("index", [o[at].store(at.cast(dtypes.int))], *l, *g)
 
   total = int(np.prod(sizes + local))
-  np.testing.assert_array_equal(launch(place, np.zeros(total, np.int32)), np.arange(total))
+  np.testing.assert_array_equal(launch(index, np.zeros(total, np.int32)), np.arange(total))
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])

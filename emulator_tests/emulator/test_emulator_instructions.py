@@ -132,8 +132,8 @@ def test_ldmatrix(trans):
   want = np.empty((32, 4, 2), np.float16)
   for lane in range(32):
     for i in range(2):
-      place = (lane // 4, 2 * (lane % 4) + i)
-      want[lane, :, i] = matrices[(slice(None), *(reversed(place) if trans else place))]
+      row, column = lane // 4, 2 * (lane % 4) + i
+      want[lane, :, i] = matrices[:, column, row] if trans else matrices[:, row, column]
   np.testing.assert_array_equal(launch(body, x, x, arch="sm_80"), want.ravel())
 
 

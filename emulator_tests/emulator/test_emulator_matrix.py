@@ -34,8 +34,8 @@ def cases():
   found, seen = [], set()
   for arch in ARCHES:
     new = [str(core) not in seen for _, core in offered(arch)]
-    for place, (i, core) in enumerate(offered(arch)):
-      quick = new[place] or (place == 0 and not any(new))
+    for n, (i, core) in enumerate(offered(arch)):
+      quick = new[n] or (n == 0 and not any(new))
       found.append(pytest.param(arch, i, core, id=f"{arch}-{core}", marks=() if quick else pytest.mark.slow))
       seen.add(str(core))
   return found
@@ -107,9 +107,9 @@ def test_fragments_cover_each_matrix_once(arch, core):
   for layout, which, shape in ((frags.a, 0, (m, k)), (frags.b, 1, (k, n))):
     count = core.elements_per_thread[which]
     lane, e = np.divmod(np.arange(core.threads * count), count)
-    places = set(zip(*(x.tolist() for x in layout(lane, e)), strict=True))
-    assert places == {(i, j) for i in range(shape[0]) for j in range(shape[1])}
-    assert core.threads * count == len(places) * (2 if frags.repeated else 1)
+    elements = set(zip(*(x.tolist() for x in layout(lane, e)), strict=True))
+    assert elements == {(i, j) for i in range(shape[0]) for j in range(shape[1])}
+    assert core.threads * count == len(elements) * (2 if frags.repeated else 1)
 
 
 def product(dims, dtype, vendor, lanes, elements):

@@ -71,16 +71,16 @@ def test_what_is_misplaced(name: str) -> None:
   """Orders of the lines of a kernel: what the store in the condition stores, the one after it stores too."""
   order, error = ORDERS[name]
   o, x, zero = UOp.placeholder((2,), dtypes.int, 0), UOp.placeholder((1,), dtypes.int, 1), UOp.const(0, dtypes.int)
-  places = [o.index(UOp.const(i, dtypes.int)) for i in range(2)]
+  elements = [o.index(UOp.const(i, dtypes.int)) for i in range(2)]
   source = x.index(zero)
   load = source.load()
   twice, gate = load + load, zero < load
-  condition = UOp(Ops.IF, src=(gate, places[0]))
-  store, again = (place.store(twice) for place in places)
+  condition = UOp(Ops.IF, src=(gate, elements[0]))
+  store, again = (element.store(twice) for element in elements)
   named = {"load": load, "twice": twice, "gate": gate, "if": condition, "store": store, "again": again}
   named["endif"] = UOp(Ops.ENDIF, src=(condition,))
   named["sink"] = UOp.sink(store, again, arg=KernelInfo("misplaced"))
-  uops = [o, x, source, *places, *(named[x] for x in order.split())]
+  uops = [o, x, source, *elements, *(named[x] for x in order.split())]
   if error is None:
     check_scopes(uops)
   else:
@@ -91,12 +91,12 @@ def test_what_is_misplaced(name: str) -> None:
 def test_what_only_comes_before_may_be_in_any_loop() -> None:
   """As what is loaded in a loop comes before a barrier after it, though nothing is left of its value."""
   x, i = UOp.placeholder((4,), dtypes.int, 0), UOp.range(UOp.const(4, dtypes.int), 0, dtype=dtypes.int)
-  place = x.index(i)
-  load = place.load()
-  stored = place.store(load)
+  element = x.index(i)
+  load = element.load()
+  stored = element.store(load)
   end = stored.end(i)
   barrier, sum_ = UOp(Ops.BARRIER, src=(end, load)), load + load
-  begun = [x, i, place, load, stored, end]
+  begun = [x, i, element, load, stored, end]
   check_scopes([*begun, barrier, UOp.sink(barrier, arg=KernelInfo("after"))])
   with pytest.raises(emulator.OutOfScope, match=r"argument0\[range0\] is computed in loop 0, and used outside"):
     check_scopes([*begun, sum_, UOp.sink(sum_, arg=KernelInfo("after"))])

@@ -49,8 +49,8 @@ def copied(
     known = CUDA.tensor_map_acquire(0, ready) if acquired else ready
     once = loop((t.eq(elected) if elected >= 0 else t >= GROUP).cast(dtypes.weakint) * 2 // 2)
     begun = CUDA.mbarrier_expect(barriers[0], expected, known, once)
-    place = (UOp.const(0), UOp.const(2 * ROWS), UOp.const(0), UOp.const(0))
-    loaded = CUDA.tma_load(memory[to], 0, barriers[0], place, False, begun).end(once)
+    corner = (UOp.const(0), UOp.const(2 * ROWS), UOp.const(0), UOp.const(0))
+    loaded = CUDA.tma_load(memory[to], 0, barriers[0], corner, False, begun).end(once)
     consumers = CUDA.exit_warps(t >= GROUP, loaded)
     waited = memory.after(CUDA.mbarrier_wait(barriers[0], parity, consumers))
     stores = []
@@ -92,12 +92,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "too many bytes expected": ({"expected": 1040}, emulator.Divergence, "too few arrivals or bytes: it expects 1040"),
   "too few bytes expected": ({"expected": 1008}, emulator.Divergence, "too few arrivals or bytes: it expects 1008"),
   "the phase before": ({"parity": 1}, emulator.Unwritten, "which nothing has written"),
-  "place not aligned": ({"to": 64}, emulator.Misaligned, "copies a box to an LDS address that is not"),
-  "place before the start": ({"to": -ROWS * COLUMNS}, emulator.OutOfBounds, r"LDS 1 .* at byte \[-1024\]"),
-  "place past the end": ({"to": ROWS * COLUMNS}, emulator.OutOfBounds, r"copies a box to LDS 1 .* at byte \[1024\]"),
+  "box not aligned": ({"to": 64}, emulator.Misaligned, "copies a box to an LDS address that is not"),
+  "box before the start": ({"to": -ROWS * COLUMNS}, emulator.OutOfBounds, r"LDS 1 .* at byte \[-1024\]"),
+  "box past the end": ({"to": ROWS * COLUMNS}, emulator.OutOfBounds, r"copies a box to LDS 1 .* at byte \[1024\]"),
   "address not aligned": ({"first": 4, "height": 5}, emulator.Misaligned, "builds a tensor map of a global address"),
   "address before the start": ({"first": -COLUMNS}, emulator.OutOfBounds, r"map of argument 1 at byte \[-128\]"),
-  "map at a bad place": ({"room": 1}, emulator.Misaligned, "map at an LDS address that is not a multiple of 128"),
+  "map at a bad address": ({"room": 1}, emulator.Misaligned, "map at an LDS address that is not a multiple of 128"),
   "stride not aligned": ({"pitch": 60}, emulator.Misaligned, "builds a tensor map with strides of"),
   "matrix of no rows": ({"height": 0}, emulator.OutOfBounds, r"builds a tensor map of \[64, 0, 1, 1\]"),
   "matrix past the buffer": (
@@ -138,8 +138,8 @@ def two_boxes(
     once = loop(t.eq(consumers * GROUP if producer else 0).cast(dtypes.weakint) * 2 // 2)
     for i in range(2):
       last = CUDA.mbarrier_expect(barriers[i], 2 * ROWS * COLUMNS, last, once)
-      place = (UOp.const(0), UOp.const(i * ROWS), UOp.const(0), UOp.const(0))
-      last = CUDA.tma_load(memory[i * ROWS * COLUMNS], 0, barriers[i], place, False, last)
+      corner = (UOp.const(0), UOp.const(i * ROWS), UOp.const(0), UOp.const(0))
+      last = CUDA.tma_load(memory[i * ROWS * COLUMNS], 0, barriers[i], corner, False, last)
     last = last.end(once)
     last = CUDA.exit_warps(t >= consumers * GROUP, last) if producer else last
     for i in range(2):
@@ -375,8 +375,8 @@ def test_a_warp_stays_in_a_loop_for_any_of_its_lanes() -> None:
     before = o[t].store(x[t].load())
     stays = (t.eq(37) & (i < 3)) | t.eq(200)
     inside = CUDA.leave_loop_unless_any(stays, i > 3, apart(t), before, i)
-    place = o.after(inside)[t]
-    return kernel("vote", [place.store(place.load() + 1).end(i)], t)
+    element = o.after(inside)[t]
+    return kernel("vote", [element.store(element.load() + 1).end(i)], t)
 
   x = np.arange(2 * GROUP, dtype=np.float32)
   trips = np.repeat([0, 3, 0, 0, 0, 0, 4, 0], 32)

@@ -42,7 +42,7 @@ def test_integers(emu, dtype):
   b = rng.integers(1, min(info.max, 1000), 200, dtype=dtype, endpoint=True)
   if info.min < 0:
     b[::2] = -b[::2]
-    a[0] = 7  # the quotient of the lowest number and -1 has no place in the dtype
+    a[0] = 7  # the dtype does not hold the quotient of the lowest number and -1
   ta, tb = emu(a), emu(b)
   with np.errstate(over="ignore"):
     for got, want in (
@@ -135,8 +135,8 @@ def test_copies(emu):
   np.testing.assert_array_equal((x.to("CPU") + 1).to("EMU").numpy(), X + 1)
   np.testing.assert_array_equal(x.to("EMU:1").contiguous().to("EMU").numpy(), X)
   whole = emu(X).contiguous().realize()
-  part = whole[3:5]
-  part.assign(Tensor.zeros(2, 65, device="EMU").contiguous()).realize()
+  rows = whole[3:5]
+  rows.assign(Tensor.zeros(2, 65, device="EMU").contiguous()).realize()
   np.testing.assert_array_equal(
     whole.numpy()[2:6], np.concatenate([X[2:3], np.zeros((2, 65)), X[5:6]]).astype(np.float32)
   )

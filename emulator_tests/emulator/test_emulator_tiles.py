@@ -172,8 +172,8 @@ def test_rows_packed(terms: int, in_pairs: bool) -> None:
 
   def body(o: UOp, x: UOp) -> UOp:
     w = item()
-    place, a, b = o[w * terms * 64], x[w * 128], x[w * 128 + 64]
-    return kernel(f"pack{terms}{in_pairs}", [AMX.pack(place, a, b, 64, 4, 128 * 2, terms, in_pairs, w)], w)
+    target, a, b = o[w * terms * 64], x[w * 128], x[w * 128 + 64]
+    return kernel(f"pack{terms}{in_pairs}", [AMX.pack(target, a, b, 64, 4, 128 * 2, terms, in_pairs, w)], w)
 
   x = normal(ITEMS, 2, 4, 16)
   out = launch(body, np.zeros(ITEMS * terms * 64, np.uint32), x.ravel(), arch="amx")
@@ -188,8 +188,8 @@ def test_a_trip_is_skipped() -> None:
   def body(o: UOp, x: UOp) -> UOp:
     w, i = item(), loop(5)
     skipped = CPU.skip_trip((i < w) | i.eq(3), w, i)
-    place = o.after(w, i, skipped)[w]
-    end = place.store(place.load() + x[i].load()).end(i)
+    element = o.after(w, i, skipped)[w]
+    end = element.store(element.load() + x[i].load()).end(i)
     return kernel("skip_trip", [o.after(end)[ITEMS + w].store(1.0)], w)
 
   got = launch(body, np.zeros(2 * ITEMS, np.float32), 10.0 ** np.arange(5, dtype=np.float32), arch="amx")
@@ -205,11 +205,11 @@ def test_a_loop_is_left() -> None:
   def body(o: UOp, x: UOp) -> UOp:
     w, again, i = item(), loop(2, 100), loop(5, 101)
     begun = CPU.skip_trip(w.eq(0) & i.eq(1), w, again, i)
-    place = o.after(w, again, i, begun)[w]
-    stored = place.store(place.load() + x[i].load())
+    element = o.after(w, again, i, begun)[w]
+    stored = element.store(element.load() + x[i].load())
     end = CPU.leave_loop((i.eq(1) & w.eq(1)) | i.eq(3), stored).end(i)
-    place = o.after(end)[w]
-    end = place.store(place.load() + 1e5).end(again)
+    element = o.after(end)[w]
+    end = element.store(element.load() + 1e5).end(again)
     return kernel("leave_loop", [o.after(end)[ITEMS + w].store(1.0)], w)
 
   got = launch(body, np.zeros(2 * ITEMS, np.float32), 10.0 ** np.arange(5, dtype=np.float32), arch="amx")
@@ -221,8 +221,8 @@ def test_a_do_while_loop_with_what_leaves_a_plain_one_is_refused() -> None:
 
   def body(o: UOp, x: UOp) -> UOp:
     w, again = item(), UOp.loop(100)
-    place = o.after(w, again, CPU.leave_loop(x[0].load() > 3, w, again))[w]
-    stored = place.store(place.load() + 1.0)
+    element = o.after(w, again, CPU.leave_loop(x[0].load() > 3, w, again))[w]
+    stored = element.store(element.load() + 1.0)
     return kernel("do_while", [stored.end(again, o.after(stored)[w].load() < 5)], w)
 
   with pytest.raises(emulator.UnknownInstruction, match="leave_loop and skip_trip work only in counted loops"):

@@ -43,11 +43,11 @@ def panelled(memory, source, rows, columns, thread, count):
   """Stores that bring a (rows, columns) matrix into LDS as wgmma reads it: element by element, panel by panel."""
   stores = []
   for i in range(-(-rows * columns // count)):
-    place = thread + i * count
-    row, column = place // columns, place % columns
+    index = thread + i * count
+    row, column = index // columns, index % columns
     chunk = (column % WIDTH // 8) ^ (row % 8)
     to = column // WIDTH * rows * WIDTH + row * WIDTH + chunk * 8 + column % 8
-    stores.append(memory[to].store(source[place].load()))
+    stores.append(memory[to].store(source[index].load()))
   return stores
 
 
@@ -320,8 +320,8 @@ def test_workgroups_part_with_products_under_way():
 
   a, b = matrix(64, k, "half"), matrix(n, k, "half", seed=1)
   got = launch(body, np.zeros(2 * 64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH).reshape(2, 64, n)
-  for part in got:
-    np.testing.assert_allclose(part, exact(a, "half") @ exact(b, "half").T, rtol=1e-5, atol=ERROR)
+  for x in got:
+    np.testing.assert_allclose(x, exact(a, "half") @ exact(b, "half").T, rtol=1e-5, atol=ERROR)
 
 
 def test_an_operand_changed_in_flight_is_a_race():

@@ -253,7 +253,7 @@ GRADIENTS: dict[str, tuple[Shape, DType, dict[str, Any]]] = {
   "group of 2, causal": ((2, 4, 2, 333, 500, 64, 64), HALF, {"is_causal": True, "q_start": 167}),
   "group of 4": ((1, 8, 2, 777, 1001, 128, 128), BFLOAT, {}),
   "group of 4, odd head sizes": ((1, 4, 1, 77, 131, 33, 17), BFLOAT, {"is_causal": True, "q_start": 54}),
-  "one query, keys in parts": ((2, 8, 2, 1, 3000, 64, 64), HALF, {}),
+  "one query, keys split": ((2, 8, 2, 1, 3000, 64, 64), HALF, {}),
   "large head": ((1, 2, 1, 130, 200, 192, 192), HALF, {"is_causal": True}),
   "very large head": ((1, 2, 1, 130, 200, 520, 456), BFLOAT, {"is_causal": True}),
   "float32": ((1, 4, 2, 150, 200, 64, 40), FLOAT, {"is_causal": True}),
@@ -378,7 +378,7 @@ def test_training_steps_in_one_jit() -> None:
 
 @pytest.mark.parametrize("M", [1, 40], ids=["few", "many"])
 def test_keys_in_pages(M: int) -> None:
-  """One query for each head of the group has its keys in parts, some of which have none."""
+  """For one query per head of a group, keys are split, and some splits have none."""
   case = Case([1500, 9], 16, M=M, dtype=BFLOAT, device=Device.DEFAULT, sizes=(8, 2, 64, 64))
   case.check(is_causal=True, q_start=on_device(np.array([1500 - M, 3], np.int32)))
 
@@ -410,7 +410,7 @@ def test_cache_of_eight_bits_step_by_step(dtype: DType) -> None:
   ("dtype", "q_dtype", "M"), [(dtypes.int8, HALF, 1), (dtypes.fp8e4m3, BFLOAT, 40), (dtypes.fp8e5m2, HALF, 3)], ids=str
 )
 def test_cache_of_eight_bits(dtype: DType, q_dtype: DType, M: int) -> None:
-  """Of few queries the keys are in parts."""
+  """For few queries, keys are split."""
   length, N = 1003, 1500
   cache = filled(dtype, length, N=N, D=(64, 128), device=Device.DEFAULT)
   check_attend(cache, normal(2, 4, M, 64, dtype=q_dtype, device=Device.DEFAULT), start_at(length - M, M, N))

@@ -157,8 +157,8 @@ def test_packed_projections(packed: str) -> None:
   q, k, v = (normal(B, M, H, 1, D, seed=i) for i in range(3))
   together = {"query": [q, k, v]} if packed == "query" else {"query": [q], "key": [k, v]}
 
-  def output(parts: dict[str, list[Array]]) -> Array:
-    joined = {name: np.concatenate(x, 3) if len(x) > 1 else x[0].reshape(B, M, H * D) for name, x in parts.items()}
+  def output(given: dict[str, list[Array]]) -> Array:
+    joined = {name: np.concatenate(x, 3) if len(x) > 1 else x[0].reshape(B, M, H * D) for name, x in given.items()}
     model = contrib("MultiHeadAttention", joined, 1, num_heads=H)
     with uopattn.onnx.register(backend="kernel"):
       found: Array = runner(model)({name: Tensor(x) for name, x in joined.items()})["output"].numpy()

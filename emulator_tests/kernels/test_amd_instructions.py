@@ -214,8 +214,8 @@ def test_halves_of_registers() -> None:
 
 def test_parts_of_registers() -> None:
   """SDWA: the second byte of v1 plus the high half of v2, sign-extended, into the high half of v0."""
-  parts = {"dst_sel": 5, "dst_unused": 2, "src0_sel": 1, "src1_sel": 5, "src1_sext": 1}
-  code = C.VOP2_SDWA(C.VOP2Op.V_ADD_U32_E32, v[0], SDWA, v[2], vsrc0=v[1], **parts)
+  fields = {"dst_sel": 5, "dst_unused": 2, "src0_sel": 1, "src1_sel": 5, "src1_sext": 1}
+  code = C.VOP2_SDWA(C.VOP2Op.V_ADD_U32_E32, v[0], SDWA, v[2], vsrc0=v[1], **fields)
   got = run("gfx942", [code], {0: 0x12345678, 1: 0x0000FF00, 2: 0xFFFF0000}).v[0][0]
   assert got == 0x00FE5678
 
@@ -290,8 +290,8 @@ def test_lanes_read_one_another() -> None:
 
 # ** memory **
 
-PLACE = Global.address(1)  # of the first buffer
-AT = {2: PLACE & 0xFFFFFFFF, 3: PLACE >> 32}
+ADDRESS = Global.address(1)  # of the first buffer
+AT = {2: ADDRESS & 0xFFFFFFFF, 3: ADDRESS >> 32}
 
 
 def test_global_memory() -> None:

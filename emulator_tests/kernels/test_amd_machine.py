@@ -218,10 +218,10 @@ def output(launch: Launch, program: Program | None = None) -> np.ndarray:
   return np.frombuffer(launch.run(program, seed=3)[0], np.float16).astype(np.float32)
 
 
-def noticed(launch: Launch, place: int, inst: Inst | None) -> bool:
-  """Whether a program with another instruction at a place, or none, raises an error or gives another output."""
+def noticed(launch: Launch, address: int, inst: Inst | None) -> bool:
+  """Whether a program with another instruction at an address, or none, raises an error or gives another output."""
   try:
-    return not np.allclose(output(launch, launch.program.changed(place, inst)), output(launch), atol=1e-2)
+    return not np.allclose(output(launch, launch.program.changed(address, inst)), output(launch), atol=1e-2)
   except KernelError:
     return True
 
@@ -241,20 +241,20 @@ def test_the_order_of_waves_does_not_matter(arch: str, forward: Launch) -> None:
 def test_a_missing_barrier_is_noticed(arch: str, forward: Launch) -> None:
   for i in named(forward, "S_BARRIER"):
     with pytest.raises(KernelError, match=r"no barrier between|barrier that it has not reached"):
-      forward.run(forward.program.changed(i.place, None), seed=3)
+      forward.run(forward.program.changed(i.address, None), seed=3)
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
 def test_a_missing_wait_is_noticed(arch: str, forward: Launch) -> None:
   waits = [i for i in named(forward, "S_WAIT") if i.name not in TIMING]
-  missed = [str(i) for i in waits if not noticed(forward, i.place, None)]
+  missed = [str(i) for i in waits if not noticed(forward, i.address, None)]
   assert len(missed) <= 1 < len(waits) - 6, missed  # of LLVM's own, some wait for what has arrived
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
 def test_memory_that_is_not_written_is_noticed(arch: str, forward: Launch) -> None:
   for i in named(forward, "DS_STORE", "DS_WRITE"):
-    assert noticed(forward, i.place, None), i
+    assert noticed(forward, i.address, None), i
 
 
 EXCHANGED = {"V_SUB_F32": "V_ADD_F32", "V_MUL_F32": "V_SUB_F32", "V_EXP_F32": "V_RCP_F32", "V_ADD_F32": "V_SUB_F32"}
@@ -268,7 +268,7 @@ def test_another_opcode_is_noticed(arch: str, forward: Launch) -> None:
     if type(i.inst).__name__ in ("VOP1", "VOP2") and i.name in EXCHANGED:
       other = copy.copy(i.inst)
       other.op = type(i.inst.op)[f"{EXCHANGED[i.name]}_E32"]  # type: ignore[attr-defined]
-      changed.append((str(i), noticed(forward, i.place, other)))
+      changed.append((str(i), noticed(forward, i.address, other)))
   missed = [name for name, seen in changed if not seen]
   assert len(missed) <= len(changed) // 5, missed
   assert len(changed) > 10
@@ -283,4 +283,4 @@ def test_a_negative_operand_is_noticed(arch: str, forward: Launch) -> None:
       other.neg = 1  # type: ignore[attr-defined]
       if i.name.startswith("V_WMMA"):
         other.neg_hi = 1  # type: ignore[attr-defined]
-      assert noticed(forward, i.place, other), i
+      assert noticed(forward, i.address, other), i

@@ -12,7 +12,7 @@ import pytest
 from helpers import check, counts, cpu_target, inputs, on, placed, problem_of, take_tiles, with_vectors
 from mistakes import Mistake
 from test_cpu_assembly import assembly, clang_release, innermost_loops
-from test_cpu_split import in_parts
+from test_cpu_split import split_keys
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
@@ -113,7 +113,7 @@ def test_tiles_state_their_laws() -> None:
 @pytest.mark.parametrize("splits", [1, 2, 3])
 def test_few_queries(splits: int) -> None:
   """All heads of a key head are rows of one block. Keys may be split; those of 70 keys are in one split."""
-  with on("amx"), in_parts(splits, "amx_forward"):
+  with on("amx"), split_keys(splits, "amx_forward"):
     q, k, v = inputs(2, 8, 2, 4, 300, 40, 24, dtypes.bfloat16)
     lengths = placed(np.array([300, 70], np.int32), device="EMU")
     out, lse = attention(q, k, v, kv_lengths=lengths, enable_gqa=True, return_lse=True, backend="kernel")

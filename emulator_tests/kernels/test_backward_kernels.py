@@ -290,7 +290,7 @@ def test_no_bank_conflict_and_no_more_products_than_there_are(schedule: str, mac
     if schedule != "hopper":
       flops = {"cuda": 16 * 8 * 16, "turing": 16 * 8 * 8, "apple": 8 * 8 * 8}[schedule]  # of an instruction
       assert counts[kernel].matrix == (2 + sums) * M * N * D // flops
-    else:  # a warp's part of a product is one: 16 rows, 16 along k, all columns
+    else:  # a warp's share of a product is one: 16 rows, 16 along k, all columns
       assert counts[kernel].matrix == rows // 16 * (others // 64) * (2 * D // 16 + sums * 64 // 16)
 
 
@@ -321,7 +321,7 @@ def test_causal_tiles_are_skipped(schedule: str, machine: Machine) -> None:
   with machine.device():
     full, causal = (counted(machine, Case.of(machine, shape, {"is_causal": x}), tiles) for x in (False, True))
   for own, name in zip(tiles, full, strict=True):
-    blocks = 128 // own.rows  # of as many tiles each, the first sees one part, the next two, and so on
+    blocks = 128 // own.rows  # the first sees one block of keys, the next two, and so on
     assert causal[name].matrix * 2 * blocks == full[name].matrix * (blocks + 1)
 
 
@@ -362,8 +362,8 @@ def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: st
     whole = case.operands[short]
     cut = stored(np.zeros((*whole.shape[:2], 69, *whole.shape[3:]), np.float32), whole.dtype, device)
     for i, launch in enumerate(case.launches):
-      place = [x.name for x in launch.own].index(short)
-      with pytest.raises(emulator.OutOfBounds, match=f"argument {place} "):
+      slot = [x.name for x in launch.own].index(short)
+      with pytest.raises(emulator.OutOfBounds, match=f"argument {slot} "):
         case.launched(i, tiles, **{short: cut})
 
 
@@ -399,7 +399,7 @@ def caught(name: str) -> list[Any]:
     "generic": ("cl",),
   }
   return [
-    (name, schedule, arch) for schedule in arches for arch in arches[schedule] if schedule in MISTAKES[name].places
+    (name, schedule, arch) for schedule in arches for arch in arches[schedule] if schedule in MISTAKES[name].owners
   ]
 
 
@@ -408,12 +408,12 @@ def caught(name: str) -> list[Any]:
 @pytest.mark.parametrize(("name", "schedule", "arch"), [x for name in MISTAKES for x in caught(name)])
 def test_a_mistake_is_caught(name: str, schedule: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
   mistake, target = MISTAKES[name], machine(arch, {"CPU": FLOAT, "amx": BFLOAT}.get(arch, HALF))
-  place, phase = mistake.places[schedule]
+  owner, phase = mistake.owners[schedule]
   shape = mistake.shape or (CPU if arch == "CPU" else GPU)
   with target.device():
     case, tiles = Case.of(target, shape, mistake.options), target.small()
     case.check(tiles)
-    monkeypatch.setattr(place, phase, mistake.wrong(getattr(place, phase)))
+    monkeypatch.setattr(owner, phase, mistake.wrong(getattr(owner, phase)))
     compiled.cache_clear()
     expected: Any = (AssertionError, "worst at") if mistake.noticed_by == "gate" else (emulator.KernelError, "LDS")
     with pytest.raises(expected[0], match=expected[1]):

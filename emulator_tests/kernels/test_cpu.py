@@ -46,11 +46,11 @@ def test_a_scale_of_0_uses_no_queries(M: int) -> None:
   q, k, v = qkv(1, 3, 1, M, 70, 25, 25)
   check_attention(q, k, v, scale=0.0)
   check_attention(q, k, v, is_causal=True, q_start=-20, scale=0.0)
-  parts = np.sort(np.random.default_rng(0).integers(0, 4, 70)).astype(np.int32)
+  segments = np.sort(np.random.default_rng(0).integers(0, 4, 70)).astype(np.int32)
   out = attention(
-    q, k, v, scale=0.0, enable_gqa=True, mask_mod=lambda b, h, i, j, parts: parts[i] == parts[j], aux=(Tensor(parts),)
+    q, k, v, scale=0.0, enable_gqa=True, mask_mod=lambda b, h, i, j, x: x[i] == x[j], aux=(Tensor(segments),)
   )
-  check(q, k, v, out, scale=0.0, attn_mask=parts[:M, None] == parts)
+  check(q, k, v, out, scale=0.0, attn_mask=segments[:M, None] == segments)
 
 
 @pytest.mark.parametrize("size", [1e4, 1e-30, 0.0])
@@ -84,9 +84,9 @@ def test_tiles_state_their_laws() -> None:
   for tiles, registers, lanes in ((small, 16, 8), (wide, 32, 16)):
     vectors = tiles.block_m // lanes
     assert vectors * tiles.unroll + tiles.unroll + 1 <= registers
-  for length, parts in ((64, [64]), (65, [36, 36]), (100, [52, 52]), (1000, [64] * 16), (7, [7])):
-    assert next(cpu.forward(problem_of(8, 64, length, 64, 64), with_vectors(16, 32))).block_n == parts[0]
-    assert -(-length // parts[0]) == len(parts)
+  for length, blocks in ((64, [64]), (65, [36, 36]), (100, [52, 52]), (1000, [64] * 16), (7, [7])):
+    assert next(cpu.forward(problem_of(8, 64, length, 64, 64), with_vectors(16, 32))).block_n == blocks[0]
+    assert -(-length // blocks[0]) == len(blocks)
   assert next(cpu.forward(problem_of(8, 65, 64, 64, 64), with_vectors(16, 32))).block_m == 48
   assert next(cpu.forward(problem_of(8, 3, 1000, 64, 64), with_vectors(16, 32))).block_m == 16
   tiles = next(cpu.forward(problem_of(8, 1000, 1000, 40_000, 64, dtypes.half), with_vectors(16, 32)))

@@ -77,6 +77,6 @@ def test_threads_have_like_shares(kv_heads: int, blocks: int, threads: int) -> N
   ("kv_heads", "threads", "splits"), [(32, 2, 1), (32, 16, 2), (8, 16, 4), (64, 16, 1), (1, 16, 16), (64, 64, 4)]
 )
 def test_many_threads_have_several_items(kv_heads: int, threads: int, splits: int) -> None:
-  """One of many is likely to be slow; but with few key heads each part's sums take memory, and there are no more."""
+  """One of many threads is likely to be slow. But each split has sums in memory, so few key heads have no more."""
   problem = problem_of(kv_heads, 64 * 16, 100, 16, 16)
   assert next(cpu.backward(problem, with_vectors(16, 32, threads))).splits == splits

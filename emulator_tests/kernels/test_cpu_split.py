@@ -1,4 +1,4 @@
-"""Keys split among the threads of a CPU: how many parts, what each of them does, and what they are worth together."""
+"""Keys split among the threads of a CPU: how many splits, which keys each one has, and how their results are merged."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from tinygrad.dtype import DType
 from uopattn import attention
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import PART_BYTES
+from uopattn.dsl.schedule import SPLIT_BYTES
 from uopattn.kernels import combine
 from uopattn.plan import dispatch
 from uopattn.plan.launch import Launch
@@ -29,8 +29,8 @@ from uopattn.spec.spec import AttentionSpec
 
 
 @contextmanager
-def in_parts(splits: int, kernel: str = "cpu_decode") -> Iterator[None]:
-  """`attention` takes this kernel, whatever the number of queries, and splits the keys into so many parts."""
+def split_keys(splits: int, kernel: str = "cpu_decode") -> Iterator[None]:
+  """`attention` takes this kernel, whatever the number of queries, with so many splits of the keys."""
   whole = dispatch.dispatch
 
   def split(*given: Any) -> Launch:
@@ -65,7 +65,7 @@ def test_short_keys_are_not_split() -> None:
   for dtype in DTYPES:
     for N in (1, 63, 1000, 5000, 70000):
       splits = chosen(64, 1, 8, 1, N, dtype=dtype).splits
-      assert splits == 1 or N * 2 * 128 * dtype.itemsize // splits >= PART_BYTES
+      assert splits == 1 or N * 2 * 128 * dtype.itemsize // splits >= SPLIT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_keys_are_split_where_that_is_faster(threads: int, Hkv: int, N: int, few
   assert few <= chosen(threads, 1, 4 * Hkv, Hkv, N).splits <= many
 
 
-def tiles_of_parts(length: int | UOp, value: int, N: int, block_n: int, splits: int) -> list[list[int]]:
-  """The tiles that each part visits where `value` keys exist."""
+def tiles_of_splits(length: int | UOp, value: int, N: int, block_n: int, splits: int) -> list[list[int]]:
+  """The tiles that each split visits where `value` keys exist."""
   rules = Rules(1, N, kv_lengths=length)
   tile_range = rules.at(UOp.const(0)).key_range(UOp.const(0), 1, block_n)
 
@@ -91,8 +91,8 @@ def tiles_of_parts(length: int | UOp, value: int, N: int, block_n: int, splits: 
     x = x if isinstance(length, int) else x.substitute({length: UOp.const(value)})
     return int(x.simplify().vmax)
 
-  parts = [tile_range.split(UOp.const(i), splits) for i in range(splits)]
-  return [[number(part.tile(UOp.const(i))) for i in range(number(part.n_tiles))] for part in parts]
+  ranges = [tile_range.split(UOp.const(i), splits) for i in range(splits)]
+  return [[number(x.tile(UOp.const(i))) for i in range(number(x.n_tiles))] for x in ranges]
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_parts_visit_each_tile_with_a_key_once_and_no_other(N: int, splits: int)
   variable = UOp.variable("length", 0, N)
   for value in {0, 1, 63, 64, 65, 500, 1000, 65535, 65536, N} & {*range(N + 1)}:
     for length in (value, variable):
-      parts = tiles_of_parts(length, value, N, 64, splits)
+      visited = tiles_of_splits(length, value, N, 64, splits)
       tiles = max(1, math.ceil(value / 64))
-      assert [*chain(*parts)] == [*range(tiles)]
-      counts = [len(part) for part in parts]
+      assert [*chain(*visited)] == [*range(tiles)]
+      counts = [len(x) for x in visited]
       assert max(counts) - min(counts) <= 1
 
 
@@ -124,7 +124,7 @@ def test_parts_visit_each_tile_with_a_key_once_and_no_other(N: int, splits: int)
   ids=["grouped", "odd", "a group of three blocks", "one tile"],
 )
 def test_matches_the_oracle(shape: Shape, splits: int, dtype: DType, is_causal: bool) -> None:
-  with in_parts(splits):
+  with split_keys(splits):
     check_attention(*qkv(*shape, dtype), is_causal=is_causal, q_start=max(0, shape[4] - shape[3]))
 
 
@@ -139,7 +139,7 @@ def test_lengths_that_leave_parts_without_keys(splits: int) -> None:
     given: Options = {"kv_lengths": keys, "enable_gqa": True}
     return [x.realize() for x in attention(q, k, v, return_lse=True, backend="kernel", **given)]
 
-  with in_parts(splits):
+  with split_keys(splits):
     for keys in (700, 3, 0, 1, 63, 64, 65, 128, 129, 333, 640, 641, 699):
       out, lse = run(length.bind(keys))
       check(q, k, v, out, lse, kv_lengths=np.array([keys]))
@@ -148,7 +148,7 @@ def test_lengths_that_leave_parts_without_keys(splits: int) -> None:
 @pytest.mark.parametrize("lengths", [(0, 1, 700), (64, 65, 3), (700, 700, 350)], ids=str)
 def test_each_batch_has_its_own_length(lengths: tuple[int, ...]) -> None:
   inputs = qkv(3, 6, 2, 1, 700, 16, 16, dtypes.bfloat16)
-  with in_parts(6):
+  with split_keys(6):
     out, lse = attention(*inputs, kv_lengths=Tensor(lengths), enable_gqa=True, return_lse=True, backend="kernel")
     Tensor.realize(out, lse)
   check(*inputs, out, lse, kv_lengths=np.array(lengths))
@@ -164,14 +164,14 @@ def test_the_last_of_many_keys_count(splits: int | None) -> None:
   if splits is None:
     check_attention(*inputs)
   else:
-    with in_parts(splits):
+    with split_keys(splits):
       check_attention(*inputs)
 
 
 @pytest.mark.kinds(name=("attn_mask", "is_causal", "kv_lengths", "score_mod", "sinks", "window"))
 @pytest.mark.parametrize("name", FEATURES)
 def test_each_feature(name: str) -> None:
-  with in_parts(3):
+  with split_keys(3):
     check_features(FEW, dtypes.float16, some(np.random.default_rng(5), FEW, name))
 
 
@@ -194,7 +194,7 @@ def test_any_features_together(heads, M, N, D, dtype, names, numbers, splits, se
   options = some(np.random.default_rng(seed), shape, *sorted(names))
   if numbers == "variable":
     options |= {name: np.clip(options[name], -300, 300) for name in ("q_start", "kv_lengths") if name in options}
-  with in_parts(splits):
+  with split_keys(splits):
     check_features(shape, dtype, options, numbers)
 
 
@@ -208,22 +208,22 @@ def test_keys_that_do_not_exist_may_hold_anything(numbers: str, N: int) -> None:
     for b, length in enumerate(options["kv_lengths"]):
       x[b, :, length:] = bad
   given = as_given(options, "CPU", numbers)
-  with in_parts(4):
+  with split_keys(4):
     clean, same = (
       attention(*x, enable_gqa=True, backend="kernel", **given).numpy() for x in (inputs, map(Tensor, spoilt))
     )
   np.testing.assert_array_equal(clean, same)
 
 
-right_part, right_weight = TileRange.split, combine._weight
+right_split, right_weight = TileRange.split, combine._weight
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-  "the last part left out": (TileRange, "split", lambda self, i, parts: right_part(self, i.minimum(parts - 2), parts)),
-  "a tile of each part counted twice": (
+  "the last split left out": (TileRange, "split", lambda self, i, n: right_split(self, i.minimum(n - 2), n)),
+  "a tile of each split counted twice": (
     TileRange,
     "split",
-    lambda self, i, parts: replace(right_part(self, i, parts), tile=lambda x: right_part(self, i, parts).tile(x // 2)),
+    lambda self, i, n: replace(right_split(self, i, n), tile=lambda x: right_split(self, i, n).tile(x // 2)),
   ),
-  "parts not weighted": (combine, "_weight", lambda logit, l_i, highest, power: right_weight(logit, l_i, logit, power)),
+  "splits not weighted": (combine, "_weight", lambda x, l_i, highest, power: right_weight(x, l_i, x, power)),
   "sums of exponentials left out": (combine, "_weight", lambda x, l_i, *rest: right_weight(x, l_i.ne(0) * 1.0, *rest)),
   "weights to another base": (combine, "_weight", lambda *x: right_weight(x[0] * 1.4, x[1], x[2] * 1.4, x[3])),
 }
@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
   owner, attribute, mistake = MISTAKES[name]
   inputs = qkv(1, 6, 2, 2, 500, 16, 16)
-  with in_parts(3):
+  with split_keys(3):
     check_attention(*inputs)
     compiled.cache_clear()
     monkeypatch.setattr(owner, attribute, mistake)

@@ -30,7 +30,7 @@ def test_no_more_matrix_instructions_than_the_products_have() -> None:
   with on("sm_80"), emulator.profile() as small:
     run_tiles(*inputs(1, 1, 1, M, N, D, D), cuda_forward.Tiles(4, 2, block_n))
   assert small.kernels["attention_1_1_256_256_64_64"].matrix == 2 * M * N * D // (16 * 8 * 16)
-  with on("sm_90"), emulator.profile() as large:  # a warp's part of a product is one: 16 rows, 16 along k, all columns
+  with on("sm_90"), emulator.profile() as large:  # a warp's share of a product is one: 16 rows, 16 along k, all columns
     run_tiles(*inputs(1, 1, 1, M, N, D, D), hopper_forward.Tiles(2, block_n))
   assert large.kernels["attention_1_1_256_256_64_64"].matrix == M // 16 * (N // block_n) * (D // 16 + block_n // 16)
 
@@ -122,8 +122,8 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
 def sizes_of(cell: str) -> set[int]:
   """The head sizes, in multiples of 8, that a cell such as "up to 320, 344-352, 384" names."""
   found = set[int]()
-  for part in "" if cell == "none" else cell.split(", "):
-    ends = [int(x) for x in part.replace("up to ", "8-").split("-")]
+  for sizes in "" if cell == "none" else cell.split(", "):
+    ends = [int(x) for x in sizes.replace("up to ", "8-").split("-")]
     found |= set(range(ends[0], ends[-1] + 1, 8))
   return found
 

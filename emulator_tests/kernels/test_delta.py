@@ -1,4 +1,4 @@
-"""The kernels for delta, which a backward pass begins with, on the emulator; and for the sums of parts, on CPUs."""
+"""The kernels for delta, which a backward pass begins with, on the emulator; and for sums over splits, on CPUs."""
 
 import functools
 import math

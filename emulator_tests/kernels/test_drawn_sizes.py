@@ -164,7 +164,7 @@ def test_drawn(name: str, seed: int) -> None:
 @pytest.mark.kinds(dtype=(dtypes.bfloat16,))
 @pytest.mark.parametrize("dtype", DTYPES_16_32, ids=str)
 def test_outputs_of_one_column(dtype: DType) -> None:
-  """Where they are stored is then where the LSE is: the two loops share the place, which nothing uses before them."""
+  """They are then indexed as the LSE is: the two loops share the index, which nothing uses before them."""
   spec = AttentionSpec(1, 2, 2, 32, 100, 129, 1, dtype, 0.125, return_lse=True)
   (launch,) = stages(dispatch(spec, CPUS["amx"]))
   check(launch.graph(), CPUS["amx"])

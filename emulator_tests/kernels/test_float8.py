@@ -63,9 +63,7 @@ def one_heavy_key(N: int, weight: float) -> tuple[Tensor, Tensor, Tensor]:
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch, arch: str, kernel: Any) -> None:
   """Weights of 2**-13, far below e4m3's least number, of 8000 keys that the heavy key does not outweigh."""
   N, weight = 8001, 2.0**-13
-  monkeypatch.setattr(
-    "uopattn.dsl.schedule.FEW", 0
-  )  # one part of the keys: in others these weights would be the largest
+  monkeypatch.setattr("uopattn.dsl.schedule.FEW", 0)  # one split: in others these weights would be the largest
   with on(arch):
     sources = one_heavy_key(N, weight)
     options: dict[str, Any] = {"scale": math.log(weight)}
@@ -78,7 +76,7 @@ def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch, arch: str, 
 
 @pytest.mark.parametrize("Dv", [16, pytest.param(13, marks=pytest.mark.slow)])
 def test_splits_of_the_keys(Dv: int) -> None:
-  """Their outputs are float32, in the places of columns that 8-bit products have."""
+  """Their outputs are float32, with the columns in the order of 8-bit products."""
   with on("sm_89"):
     check_attention(*inputs(1, 2, 1, 1, 600, 32, Dv, E4M3))
 
@@ -184,7 +182,7 @@ def test_a_number_that_is_not_converted_is_noticed(module: Any, phase: str, dtyp
 
 
 def every_number(dtype: DType) -> tuple[Any, Any, Any]:
-  """All numbers of a type, what attention returns whose values are the numbers, and twice their part in the scores."""
+  """All numbers of a type, what attention returns for values of these numbers, and twice what they add to scores."""
   codes, one = np.arange(256, dtype=np.uint8), float_to_fp8(1.0, dtype)
   right = alu.decode(codes, dtype)
   q, k, v = (np.zeros((1, 1, 256, 16), np.uint8) for _ in range(3))

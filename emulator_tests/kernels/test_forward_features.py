@@ -8,7 +8,7 @@ import mistakes
 import numpy as np
 import pytest
 from conformance import ONCE_ON_GPUS, SUBJECTS, Subject
-from helpers import check, drawn, lower, on_device, same_part, spoiled_behind
+from helpers import check, drawn, lower, on_device, same_segment, spoiled_behind
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
@@ -37,10 +37,10 @@ ONE_EACH = [
 SHAPE = B, HEADS, KV_HEADS, M, N, DK, DV = 2, 4, 2, 77, 110, 24, 40
 RANDOM = np.random.default_rng(5)
 NORMAL = RANDOM.standard_normal((1, HEADS, M, N)).astype(np.float32)
-SLOPES, PARTS = np.array([0.1, 0.2, 0.3, 0.4], np.float32), (np.arange(N) // 40).astype(np.int32)
+SLOPES, SEGMENTS = np.array([0.1, 0.2, 0.3, 0.4], np.float32), (np.arange(N) // 40).astype(np.int32)
 
 
-AUX: Options = {"aux": (SLOPES, PARTS)}
+AUX: Options = {"aux": (SLOPES, SEGMENTS)}
 FEATURES: dict[str, Options] = {
   "window": {"window": (20, 5)},
   "window behind": {"window": (20, None), "q_start": 60},
@@ -57,12 +57,12 @@ FEATURES: dict[str, Options] = {
   "mask": {"attn_mask": NORMAL > 0.3},
   "mask, causal": {"attn_mask": NORMAL > 0.3, "is_causal": True, "q_start": N - M},
   "score_mod": {"score_mod": lower, **AUX},
-  "mask_mod": {"mask_mod": same_part, **AUX},
+  "mask_mod": {"mask_mod": same_segment, **AUX},
 }
 ALIKE = ("window behind", "window ahead", "no key in the last queries' window", "mask", "added mask of 16 bits")
 ALONE = [name for name in FEATURES if name not in ALIKE]
 TOGETHER: dict[str, Options] = {
-  "of places": FEATURES["window"] | FEATURES["lengths"] | FEATURES["starts"] | FEATURES["sinks"] | {"scale": -0.3},
+  "of positions": FEATURES["window"] | FEATURES["lengths"] | FEATURES["starts"] | FEATURES["sinks"] | {"scale": -0.3},
   "of scores": FEATURES["softcap"] | FEATURES["score_mod"] | FEATURES["added mask"] | {"is_causal": True},
   "of keys": FEATURES["mask"] | FEATURES["mask_mod"] | FEATURES["window behind"] | FEATURES["softcap"],
   "lengths, causal, sinks": {

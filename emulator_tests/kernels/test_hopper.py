@@ -55,7 +55,7 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TensorPipeline]]:
 
 N = SIZES[4]
 FEATURES: dict[str, dict[str, Any]] = {
-  "of places": {"window": (20, 5), "sinks": np.arange(4, dtype=np.float32), "q_start": np.array([-9, 60])},
+  "of positions": {"window": (20, 5), "sinks": np.arange(4, dtype=np.float32), "q_start": np.array([-9, 60])},
   "of scores": {"softcap": 2.0, "score_mod": lambda score, b, h, i, j: score - 0.1 * h * (i - j), "is_causal": True},
   "of keys": {"attn_mask": np.random.default_rng(0).random((1, 1, SIZES[3], N)) < 0.5},
 }
@@ -175,10 +175,10 @@ def test_every_job_is_done_once_and_workgroups_do_as_much(
         work[workgroup] += block + 1 if longest_last else 1
     assert done == Counter((head, block) for head in range(heads) for block in range(blocks))
     if not persistent:  # each starts where one has ended
-      places = [0] * 6
+      ends = [0] * 6
       for x in work:
-        heapq.heapreplace(places, places[0] + x)
-      work = places
+        heapq.heapreplace(ends, ends[0] + x)
+      work = ends
     assert max(work) - sum(work) / len(work) <= (blocks if longest_last and persistent else 1)
 
 

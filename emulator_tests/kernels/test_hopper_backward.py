@@ -125,8 +125,8 @@ MISTAKES: dict[str, Mistake] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_seen_by_the_emulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  place, phase, wrong = MISTAKES[name]
-  monkeypatch.setattr(place, phase, wrong(getattr(place, phase)))
+  owner, phase, wrong = MISTAKES[name]
+  monkeypatch.setattr(owner, phase, wrong(getattr(owner, phase)))
   compiled.cache_clear()
   with FUSED.device(), pytest.raises(emulator.KernelError, match="kernel attention_backward_2_1"):
     Case.of(FUSED, SMALL).run()

@@ -145,7 +145,7 @@ def test_it_is_measured_beside_the_other_kernel(D: int) -> None:
   [
     ({}, SCHEDULE.name),
     ({"masks": (Window(None, 0),), "features": ("sinks",), "Hkv": 2}, SCHEDULE.name),
-    ({"Dk": 72, "Dv": 72}, "cuda_forward"),  # a part of 128 columns would have 56 of zeros
+    ({"Dk": 72, "Dv": 72}, "cuda_forward"),  # a panel of 128 columns would have 56 of zeros
     ({"M": 1000}, "cuda_forward"),
     ({"Hq": 4, "Hkv": 4}, "cuda_forward"),  # too few jobs
     ({"masks": (Window(100, 0),)}, "cuda_forward"),

@@ -84,7 +84,7 @@ def source(kernel: UOp, renderer: Renderer) -> str:
 
 
 def lanewise(name: str, word: Any, dtype: Any = dtypes.float) -> UOp:
-  """A kernel of one wave: the result of each lane is `word` of its input and its place."""
+  """A kernel of one wave: the result of each lane is `word` of its input and its index."""
   o, x = (UOp.placeholder((32,), dtype, slot) for slot in range(2))
   lane = UOp.range(32, 0, AxisType.WARP)
   store = o[lane].store(word(x[lane].load(), lane.cast(dtypes.int)))

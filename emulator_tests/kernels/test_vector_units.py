@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from gradients import check_gradients
 from helpers import DTYPES, check_attention, qkv
-from test_cpu_split import in_parts
+from test_cpu_split import split_keys
 from tinygrad import Context, dtypes
 from tinygrad.dtype import DType
 
@@ -83,7 +83,7 @@ def test_few_queries(unit: VectorUnit, dtype: DType) -> None:
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_split_keys(unit: VectorUnit, dtype: DType) -> None:
-  with in_parts(3):
+  with split_keys(3):
     check_attention(*qkv(2, 4, 2, 9, 150, 24, 40, dtype), is_causal=True, q_start=141)
 
 

@@ -64,11 +64,11 @@ def test_other_loops_stay() -> None:
 def test_each_buffer_is_one_argument() -> None:
   launch = dispatch(AttentionSpec(1, 2, 2, 64, 64, 16, 16, dtypes.float, 0.25), TARGET)
   out, x = (UOp.new_buffer("CPU", 2 * 64 * 16, dtypes.float) for _ in range(2))
-  kernel, places = with_each_buffer_once(launch.graph(), [out, x, x.reshape(1, 2, 64, 16), x])
-  assert places == [0, 1]
+  kernel, slots = with_each_buffer_once(launch.graph(), [out, x, x.reshape(1, 2, 64, 16), x])
+  assert slots == [0, 1]
   assert {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM} == {0, 1}
-  part = x.shrink(((0, 64 * 16),))  # not all of it
-  assert with_each_buffer_once(launch.graph(), [out, x, part])[1] == [0, 1, 2]
+  half = x.shrink(((0, 64 * 16),))
+  assert with_each_buffer_once(launch.graph(), [out, x, half])[1] == [0, 1, 2]
 
 
 def test_variables_are_numbered_after_the_buffers() -> None:

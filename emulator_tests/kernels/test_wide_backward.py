@@ -143,8 +143,8 @@ def test_a_shortened_buffer_is_caught(machine: Machine, short: str) -> None:
         whole = (case.operands | results)[short]
         cut_shape = tuple(69 if n == 70 else n for n in whole.shape)
         cut = stored(np.zeros(cut_shape, np.float32), whole.dtype, device)
-        place = [x.name for x in launch.own].index(short)
-        with pytest.raises(emulator.OutOfBounds, match=f"argument {place} "):
+        slot = [x.name for x in launch.own].index(short)
+        with pytest.raises(emulator.OutOfBounds, match=f"argument {slot} "):
           case.launched(i, tiles, **(results | {short: cut}))
       results |= case.launched(i, tiles, **results)
 
@@ -179,11 +179,11 @@ MISTAKES: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
 @pytest.mark.each("machine", "name", evenly=True)
 @pytest.mark.parametrize("machine", [CUDA, CL], ids=str)
 def test_a_mistake_is_caught(machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  place, phase, wrong = MISTAKES[name]
-  machine = CUDA if place is mma.Mma else machine
+  owner, phase, wrong = MISTAKES[name]
+  machine = CUDA if owner is mma.Mma else machine
   with machine.device():
     case, tiles = Case.of(machine, (1, 2, 1, 50, 90, 160, 136), {"is_causal": True}), machine.small()
-    monkeypatch.setattr(place, phase, wrong(getattr(place, phase)))
+    monkeypatch.setattr(owner, phase, wrong(getattr(owner, phase)))
     compiled.cache_clear()
     with pytest.raises(AssertionError, match="worst at"):
       case.check(tiles)

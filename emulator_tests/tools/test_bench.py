@@ -375,9 +375,9 @@ def test_the_limits_turn_follows_ours(monkeypatch: pytest.MonkeyPatch) -> None:
   assert [name.split()[0] for name in order] == ["uopattn", "limit", "again"]
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_read_reads_everything(parts: int) -> None:
-  size = parts * 4 * limits.ITEMS * limits.VECTORS * limits.LANES
+@pytest.mark.parametrize("reads", [1, 3])
+def test_a_read_reads_everything(reads: int) -> None:
+  size = reads * 4 * limits.ITEMS * limits.VECTORS * limits.LANES
   assert limits.reader(size)().tolist() == [size / 4 / limits.ITEMS] * limits.ITEMS
 
 

@@ -245,7 +245,7 @@ def test_trust(answers: list[Answer], monkeypatch: pytest.MonkeyPatch, tmp_path:
   readme.write_text(f"before\n{trust.ROW} old |\nafter\n")
   monkeypatch.setattr(trust, "RECORD", record)
   monkeypatch.setattr(trust, "README", readme)
-  for _ in range(2):  # a second time it takes its own place
+  for _ in range(2):  # the second row replaces the first
     assert trust.main([str(tmp_path / "a.json")]) == 0
     assert len(json.loads(record.read_text())) == len(cards()) + 1
   whole = next(x["kernels"] for x in json.loads(record.read_text()) if x["name"] == "Card 9")

@@ -35,10 +35,10 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
   """A folder with tinygrad and numpy, and not even their metadata."""
   folder = tmp_path_factory.mktemp("libraries")
   for library in (tinygrad, np):
-    place = Path(library.__path__[0])
-    for part in (place, place.with_name(f"{place.name}.libs")):
-      if part.exists():
-        (folder / part.name).symlink_to(part)
+    package = Path(library.__path__[0])
+    for path in (package, package.with_name(f"{package.name}.libs")):
+      if path.exists():
+        (folder / path.name).symlink_to(path)
   return folder
 
 

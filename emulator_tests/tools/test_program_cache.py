@@ -82,7 +82,7 @@ TABLES = "SELECT name FROM sqlite_master WHERE name LIKE 'uopattn_source%'"
 
 
 def damage(database: Path, value: bytes) -> None:
-  """Puts a value in place of the only entry."""
+  """Replaces the value of the only entry."""
   with sqlite3.connect(database) as connection:
     (table,) = connection.execute(TABLES).fetchone()
     assert connection.execute(f"UPDATE '{table}' SET val = ?", (value,)).rowcount == 1
@@ -149,7 +149,7 @@ def test_changed_texts_of_renderers_and_instructions_are_other_entries(
 
 
 def test_two_loops_of_one_axis_are_an_error() -> None:
-  """As tinygrad makes them where it simplifies the trips in one place by a condition on what they depend on."""
+  """As tinygrad makes them where a condition on what the trips depend on simplifies one of their uses."""
   group, n = UOp.range(3, 0, AxisType.GLOBAL), UOp.placeholder((64,), dtypes.float, 0)
   trips = [UOp.range(bound, 1, AxisType.LOOP) for bound in (group + 1, group + 2)]
   stores = [n[16 * group + trip].store(UOp.const(1.0, dtypes.float)).end(trip) for trip in trips]

@@ -110,13 +110,13 @@ def test_kinds() -> None:
 @pytest.mark.parametrize(
   ("arch", "registers", "shared", "threads", "expected"),
   [
-    ("sm_80", 168, 1024, 128, 3),  # 16384 // (32 * 168) = 3 warps on each part
+    ("sm_80", 168, 1024, 128, 3),  # 16384 // (32 * 168) = 3 warps in each quarter
     ("sm_80", 169, 1024, 128, 2),  # 176 in units of 256 a warp
     ("sm_90", 168, 1024, 384, 1),  # 12 warps of 12
     ("sm_80", 32, 1024, 160, 8),  # 5 warps take the room of 8
-    ("sm_80", 16, 32 << 10, 128, 4),  # 164 KiB in parts of 33
+    ("sm_80", 16, 32 << 10, 128, 4),  # 164 KiB in blocks of 33
     ("sm_89", 16, 32 << 10, 128, 3),
-    ("sm_90", 16, 56 << 10, 128, 4),  # 228 KiB in parts of 57
+    ("sm_90", 16, 56 << 10, 128, 4),  # 228 KiB in blocks of 57
     ("sm_90", 16, 0, 64, 32),
     ("sm_89", 16, 0, 512, 3),  # 1536 threads
     ("sm_86", 16, 0, 32, 16),

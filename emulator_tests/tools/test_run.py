@@ -355,7 +355,7 @@ def executable(folder: Path, name: str) -> Path:
 
 @pytest.fixture
 def no_workers() -> None:
-  """Ends the processes that compile for tinygrad: one that took another's place during the test would keep its CC."""
+  """Ends the processes that compile for tinygrad: one that replaced another during the test would keep its CC."""
   terminate_worker_pool()
 
 

@@ -1,4 +1,4 @@
-"""The scripts' shell part: --help, and one environment for all."""
+"""The shell scripts: --help, and one environment for all."""
 
 import os
 import re

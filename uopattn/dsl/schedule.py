@@ -27,7 +27,7 @@ LEAST_KEYS = 256  # per split of the keys, on a GPU
 # On a CPU: most work items per thread; fewest bytes of K and V per split, 0.03 ms for a core; those that a core reads
 # while splits are combined, 0.03 to 0.04 ms; and a share of a work item's time, for which other threads wait, as they
 # do not read memory equally fast.
-ITEMS, PART_BYTES, COMBINE_BYTES, UNEVEN = 32, 1 << 20, 5 << 18, 0.1
+ITEMS, SPLIT_BYTES, COMBINE_BYTES, UNEVEN = 32, 1 << 20, 5 << 18, 0.1
 HEAD_SCALES = ("q_scale", "k_scale", "v_scale")
 LIGHT = frozenset({"sinks", "q_start", *HEAD_SCALES})  # features that need no more registers in the mainloop
 
@@ -383,7 +383,7 @@ def splits_on_cpu(problem: Problem, target: Target, tiles: Any) -> int:
   """
   blocks, threads = problem.heads * ceildiv(problem.M, tiles.block_m), target.threads
   keys = problem.kv_bytes // (problem.B * problem.Hkv)  # bytes that a block reads
-  most = min(keys // PART_BYTES, round_up(ceildiv(ITEMS * threads, blocks), threads // gcd(blocks, threads)))
+  most = min(keys // SPLIT_BYTES, round_up(ceildiv(ITEMS * threads, blocks), threads // gcd(blocks, threads)))
 
   def read(splits: int) -> float:
     """The time, in bytes that a core reads meanwhile."""

@@ -51,7 +51,7 @@ RAW = {dtypes.bfloat16: np.uint16, dtypes.fp8e4m3: np.uint8, dtypes.fp8e5m2: np.
 
 
 def float8_of(arch: str, dtype: DType) -> DType:
-  """The format for which the instructions of an architecture take 8-bit floats of a type: CDNA3 knows only FNUZ."""
+  """Return the format as which an architecture's instructions read 8-bit floats of a type: CDNA3 has only FNUZ."""
   return FNUZ.get(dtype, dtype) if arch == "gfx942" else dtype
 
 
@@ -138,7 +138,7 @@ def encode(x: Value, dtype: DType, saturate_infinity: bool = False) -> Value:
 
 
 def without_denormals(x: Value) -> Value:
-  """Return float32 values with zeros in the place of denormal numbers."""
+  """Return float32 values with denormal numbers replaced by zero."""
   return np.where(np.abs(x) < TINY, np.float32(0), x)
 
 
@@ -158,8 +158,8 @@ def bitcast(x: Value, source: DType, target: DType, count: int) -> Value:
   if source.itemsize == target.itemsize:
     return [np.asarray(e).view(to) for e in x]
   packed = np.ascontiguousarray(np.stack(np.broadcast_arrays(*x), axis=-1)).view(to)
-  parts = [packed[..., i] for i in range(packed.shape[-1])]
-  return parts if count > 1 else parts[0]
+  elements = [packed[..., i] for i in range(packed.shape[-1])]
+  return elements if count > 1 else elements[0]
 
 
 def _cdiv(a: Value, b: Value) -> Value:
@@ -218,7 +218,7 @@ def function(op: Ops, dtype: DType, never_negative: bool) -> Function:
 
 
 def contraction() -> str:
-  """Which product of a sum is not rounded, by EMU_CONTRACT: the first (the default), the second, or none of them.
+  """Return which product of a sum is not rounded, by EMU_CONTRACT: the first (the default), the second or neither.
 
   Raises:
     ValueError: EMU_CONTRACT is something else.
@@ -229,9 +229,9 @@ def contraction() -> str:
 
 
 def contracted(u: UOp, mode: str) -> tuple[Function, tuple[UOp, UOp, UOp]] | None:
-  """How a sum or a difference in float32 is contracted in a mode: a function of the factors and the addend, and these.
+  """Return how a float32 sum or difference is contracted: a function of two factors and an addend, and these operands.
 
-  None where it is not.
+  None if it is not contracted in this mode.
   """
   if u.op not in (Ops.ADD, Ops.SUB) or u.dtype != dtypes.float or mode == "never":
     return None

@@ -1,7 +1,6 @@
 """Asynchronous copies from global memory to LDS: cp.async and its commit groups, tensor maps and cp.async.bulk.
 
-A bulk copy, such as one of a box of a tensor, completes only when some warp waits at the mbarrier that counts its
-bytes.
+A bulk copy, such as that of a box of a tensor, completes only when a warp waits at the mbarrier that counts its bytes.
 """
 
 from dataclasses import dataclass, field
@@ -42,10 +41,10 @@ class Copy:
   signal: Any = None  # the mbarriers that its completion arrives at, and per lane the index and the phase
 
   def only(self, kept: np.ndarray) -> "Copy":
-    """Return the part of the copy done by the lanes marked in `kept`."""
-    parts = self.lanes[kept], self.group[kept], self.index[kept], self.granules[:, kept], self.data[kept]
+    """Return the copy of only the lanes marked in `kept`."""
+    own = self.lanes[kept], self.group[kept], self.index[kept], self.granules[:, kept], self.data[kept]
     signal = None if self.signal is None else (self.signal[0], *(x[kept] for x in self.signal[1:]))
-    return Copy(self.lds, *parts, signal)
+    return Copy(self.lds, *own, signal)
 
   def finish(self, done: np.ndarray) -> None:
     """Make the copies of the lanes in `done` visible, as writes of their waves."""
@@ -74,7 +73,7 @@ class Load:
   """A bulk copy under way."""
 
   lds: LDS
-  places: np.ndarray  # of its elements, in units of 2 bytes
+  index: np.ndarray  # of its elements in LDS, in units of 2 bytes
   data: np.ndarray
   barriers: Any
   barrier: int
@@ -85,10 +84,10 @@ class Load:
     return 2 * self.data.size
 
   def land(self, number: int) -> None:
-    """Make the copy's elements visible to who waits for it, as those of the copy of a number; see `Tracks.landed`."""
-    granules = np.unique(self.places * 2 // self.lds.granule)
+    """Make the copy's elements visible to those who wait for it; `number` is that of `Tracks.landed`."""
+    granules = np.unique(self.index * 2 // self.lds.granule)
     self.lds.in_flight[granules] = False
-    self.lds.view(np.dtype(np.uint16))[self.places] = self.data
+    self.lds.view(np.dtype(np.uint16))[self.index] = self.data
     if self.lds.run.check:
       self.lds.landed(granules, number)
 
@@ -98,7 +97,7 @@ def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None, si
   aligned(run, u, to, size, f"copies {size} bytes to", lanes)
   aligned(run, u, source, size, f"copies {size} bytes from", run.active(inside), Global)
   lds, count = to.memory, size // to.dtype.itemsize
-  index = lds.place(u, "copies to", to.index, to.dtype, count, lanes)
+  index = lds.index_in_batch(u, "copies to", to.index, to.dtype, count, lanes)
   read = source.memory.load(u, run.spread(source.index), source.dtype, size // source.dtype.itemsize, inside)
   data = np.ascontiguousarray(np.stack(read, axis=-1)[lanes]).view(np.uint8)
   granules = lds.granules(index, to.dtype, count)
@@ -171,10 +170,10 @@ def load(
   lane, tensor_map = int(lanes[0]), run.maps.get(int(number))
   if tensor_map is None or int(run.wave[lane]) not in tensor_map.known:
     raise run.fail(Race, u, f"uses tensor map {int(number)} without tensor_map_acquire", lanes)
-  place = [int(run.spread(x)[lane]) for x in (column, row, head, batch)]
+  corner = [int(run.spread(x)[lane]) for x in (column, row, head, batch)]
   (start,) = aligned(run, u, to, PERIOD, "copies a box to", lanes, count=tensor_map.rows * ROW_BYTES)
-  places, data = _box(tensor_map, place)
-  _begin(run, u, to.memory, (places + start) // 2, data, barrier, lanes)
+  offset, data = _box(tensor_map, corner)
+  _begin(run, u, to.memory, (start + offset) // 2, data, barrier, lanes)
 
 
 def bulk(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, barrier: Pointer) -> None:
@@ -184,39 +183,42 @@ def bulk(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, barrier: Po
     raise run.fail(Misaligned, u, f"copies {count} bytes, which is not a multiple of {CHUNK}", lanes)
   (start,) = aligned(run, u, to, CHUNK, f"copies {count} bytes to", lanes, count=count)
   (first,) = aligned(run, u, source, CHUNK, f"copies {count} bytes from", lanes, Global, count)
-  places = (start + np.arange(0, count, 2)) // 2
+  index = (start + np.arange(0, count, 2)) // 2
   data = source.memory.view(np.dtype(np.uint16))[first // 2 : (first + count) // 2].copy()
-  _begin(run, u, to.memory, places, data, barrier, lanes)
+  _begin(run, u, to.memory, index, data, barrier, lanes)
 
 
 def _one(run: Run, u: UOp, does: str) -> np.ndarray:
-  """Return the active lane. Raises Divergence unless it is one."""
+  """Return the only active lane. Raises Divergence unless there is exactly one."""
   if len(lanes := run.active()) != 1:
     raise run.fail(Divergence, u, f"{does} in {len(lanes)} lanes; only one may", lanes)
   return lanes
 
 
 def _begin(
-  run: Run, u: UOp, lds: LDS, places: np.ndarray, data: np.ndarray, barrier: Pointer, lanes: np.ndarray
+  run: Run, u: UOp, lds: LDS, index: np.ndarray, data: np.ndarray, barrier: Pointer, lanes: np.ndarray
 ) -> None:
-  """Begin a copy of 16-bit data to places in LDS, whose bytes count for a barrier's current phase."""
+  """Begin a copy of 16-bit data to the elements `index` of LDS, whose bytes count for a barrier's current phase."""
   barriers, (_, at) = mbarrier.used(run, u, barrier, lanes)
   if barriers.unfenced[0, at[0]]:
     raise run.fail(Race, u, "signals a barrier that was initialised without mbarrier_fence", lanes)
-  granules = np.unique(places * 2 // lds.granule)[:, None]
+  granules = np.unique(index * 2 // lds.granule)[:, None]
   if run.check:
     lds.check_write(u, granules, np.ones(granules.shape, bool), lanes)
   lds.in_flight[granules] = True
-  run.copies.loads.append(Load(lds, places, data, barriers, int(at[0]), int(barriers.phase[0, at[0]])))
+  run.copies.loads.append(Load(lds, index, data, barriers, int(at[0]), int(barriers.phase[0, at[0]])))
   if run.counters is not None:
     run.counters.global_read += data.size * 2
     run.counters.lds_written += data.size * 2
 
 
-def _box(tensor_map: Map, place: list[int]) -> tuple[np.ndarray, np.ndarray]:
-  """The bytes, from the box's start on, where its elements go, and their bits."""
+def _box(tensor_map: Map, corner: list[int]) -> tuple[np.ndarray, np.ndarray]:
+  """Return the byte offset of each element in the box in LDS, and its bits; elements outside of the tensor are 0.
+
+  `corner` is the column, row, head and batch of the box's first element.
+  """
   columns, rows = np.arange(COLUMNS)[None], np.arange(tensor_map.rows)[:, None]
-  at: list[Any] = [place[0] + columns, place[1] + rows, place[2], place[3]]
+  at: list[Any] = [corner[0] + columns, corner[1] + rows, *corner[2:]]
   inside: Any = np.ones((tensor_map.rows, COLUMNS), bool)
   for x, size in zip(at, tensor_map.shape, strict=True):
     inside = inside & (x >= 0) & (x < size)

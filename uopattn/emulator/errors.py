@@ -36,7 +36,7 @@ TINYGRAD = os.path.dirname(tinygrad.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 BETWEEN = (TINYGRAD, os.path.join(PACKAGE, "dsl") + os.sep, os.path.join(PACKAGE, "emulator") + os.sep, "<")
 # UOps made below these come from lowering and running, not from building a kernel.
-LOWERING = tuple(TINYGRAD + part + os.sep for part in ("codegen", "engine", "schedule"))
+LOWERING = tuple(TINYGRAD + folder + os.sep for folder in ("codegen", "engine", "schedule"))
 TRACED = (Ops.STORE, Ops.INDEX, Ops.LOAD, Ops.BARRIER, Ops.WMMA, Ops.CUSTOM, Ops.CUSTOMI)
 MAKES_UOP = type(UOp).__call__.__code__
 
@@ -117,7 +117,7 @@ def expression(u: UOp, depth: int = 0) -> str:
   if u.op is Ops.SPECIAL:
     return u.arg
   if u.op is Ops.RANGE:
-    return "range" + "_".join(str(part) for part in u.arg[:-1])
+    return "range" + "_".join(map(str, u.arg[:-1]))
   if u.op in (Ops.CAST, Ops.AFTER, Ops.LOAD):
     return sub[0]
   if u.op in (Ops.INDEX, Ops.SHRINK):

@@ -1,4 +1,4 @@
-"""Sizes and the layout that instructions of Hopper's warpgroups have; kernels have constants of their own.
+"""Sizes and the layout of Hopper's warpgroup instructions; kernels have constants of their own.
 
 Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" and "Swizzling Modes".
 """
@@ -10,9 +10,9 @@ ROWS = 64  # of a product's left operand
 STEP = 16  # along k, in units of 16 bits
 COLUMNS = 64  # of a panel and of a box, in units of 16 bits
 ROW_BYTES = 2 * COLUMNS
-PERIOD = 8 * ROW_BYTES  # after which the swizzle repeats, and of which panels and boxes start at a multiple
+PERIOD = 8 * ROW_BYTES  # bytes, after which the swizzle repeats; panels and boxes start at a multiple
 
 
 def swizzled(offset: Any) -> Any:
-  """Where a byte of a panel or a box is, by its place in rows of ROW_BYTES bytes that follow one another."""
+  """Return the offset of a byte in a swizzled panel or box, given its offset in one stored row by row."""
   return offset ^ offset // ROW_BYTES % 8 * 16

@@ -26,7 +26,7 @@ Meaning = Callable[..., Any]
 
 
 def _from_lane(run: Run, u: UOp, value: Any, lane: Any) -> np.ndarray:
-  """Return the value held by `lane`, a place in the wave. Raises Divergence."""
+  """Return the value held by `lane`, an index in the wave. Raises Divergence."""
   lane = run.spread(np.asarray(lane, np.int64))
   source = run.wave_start + lane
   inside = (lane >= 0) & (lane < run.shape.wave) & (lane + run.thread - run.lane_in_wave < run.shape.threads)
@@ -53,11 +53,11 @@ def _exp2(run: Run, u: UOp, x: Any) -> Any:
   return without_denormals(np.exp2(x))
 
 
-def word_of(parts: Any, bits: int) -> Any:
-  """Return the uint32 of which each part, an unsigned number, has so many bits, the first one the lowest."""
+def word_of(fields: Any, bits: int) -> Any:
+  """Return the uint32 made of unsigned bit fields of `bits` bits each, the first one the lowest."""
   word: Any = np.uint32(0)
-  for i, part in enumerate(parts):
-    word = word | np.asarray(part).astype(np.uint32) << np.uint32(bits * i)
+  for i, field in enumerate(fields):
+    word = word | np.asarray(field).astype(np.uint32) << np.uint32(bits * i)
   return word
 
 
@@ -66,7 +66,7 @@ def _pack(dtype: DType) -> Meaning:
 
 
 def _bits(x: Any, dtype: DType) -> Any:
-  """The bits of numbers rounded to a 16-bit type."""
+  """Return the bits of numbers rounded to a 16-bit type."""
   return alu.encode(np.asarray(x), dtype).view(np.uint16)
 
 
@@ -143,8 +143,8 @@ def _add_quads(lanes: int) -> Callable[..., Any]:
 
 
 def _group_scales(run: Run, u: UOp, lanes: int, each: int, to: Pointer, words: Pointer, offset: Any, bias: Any) -> None:
-  places = [int(offset) + i // each for i in range(lanes)]
-  bits = [(_word(u, words, place // 4) >> np.uint32(place % 4 * 8) & 0x7F) << 20 for place in places]
+  offsets = [int(offset) + i // each for i in range(lanes)]
+  bits = [(_byte(_word(u, words, i // 4), i % 4) & 0x7F) << 20 for i in offsets]
   to.memory.store(u, to.index, to.dtype, [(x + np.uint32(bias)).view(np.float32) for x in bits])
 
 
@@ -157,7 +157,7 @@ def _look_up(run: Run, u: UOp, lanes: int, per_word: int, to: Pointer, words: Po
 
 
 def _word(u: UOp, words: Pointer, i: int) -> Any:
-  """The i-th word from a place on, uint32."""
+  """Return the uint32 word `i` words behind a pointer."""
   return words.memory.load(u, words.index + i, words.dtype, 1)[0]
 
 
@@ -185,12 +185,12 @@ def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> Non
 
 def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> None:
   aligned(run, u, to, CHUNK, "stores 16 bytes at", run.active())
-  _fill(run, u, to, np.stack([run.spread(word) for word in words], axis=-1))
+  _set_words(run, u, to, *words)
 
 
 def _store_word(run: Run, u: UOp, to: Pointer, word: Any) -> None:
   aligned(run, u, to, WORD, "stores 4 bytes at", run.active())
-  _fill(run, u, to, run.spread(word)[:, None])
+  _set_words(run, u, to, word)
 
 
 def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
@@ -289,7 +289,7 @@ MEANINGS: dict[str, Meaning] = {
   "tied": lambda run, u, value, other: other * np.float32(0) + value,
   "read_later": _read_later,
   "wave_fence": lambda run, u: None,  # lanes run in step here
-  "prefetch": lambda run, u, place: None,
+  "prefetch": lambda run, u, pointer: None,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
   **{name: _group_scales for name in INSTRUCTIONS if name.startswith("group_scales_")},

@@ -24,9 +24,9 @@ def wave_size(arch: str) -> int:
 
 
 def wave_bits(wave: np.ndarray, waves: int) -> np.ndarray:
-  """Return bits for each of up to 1024 waves, such that any others have one that it has not.
+  """Return the bits of each of up to 1024 waves, such that every other wave has a bit that this one lacks.
 
-  Up to 32 waves have a bit each, more of them one for each of two digits.
+  Up to 32 waves have one bit each. More have two, one for each digit of their index to base 32.
   """
   if waves <= 32:
     return np.uint32(1) << wave.astype(np.uint32)
@@ -102,8 +102,8 @@ class Run:
     """Return the inactive lanes of every `size` neighbours (a wave, a workgroup, ...) of which some are active."""
     if self.mask is None:
       return self.all_lanes[:0]
-    parts = self.mask.reshape(-1, size)
-    return np.flatnonzero(parts.any(axis=1, keepdims=True) & ~parts)
+    neighbours = self.mask.reshape(-1, size)
+    return np.flatnonzero(neighbours.any(axis=1, keepdims=True) & ~neighbours)
 
   def still_in(self, *masks: np.ndarray | None) -> np.ndarray | None:
     """Return the mask of the lanes in all of these masks that have not left the innermost loop."""

@@ -35,7 +35,7 @@ class Barriers:
     self.arriving = np.zeros(shape, np.uint64)  # bits of the waves that have arrived in the current phase
     self.arrived = np.zeros(shape, np.uint64)  # and in the previous one
     self.bytes = np.zeros(shape, np.int64)  # that the current phase still waits for
-    self.unfenced = np.zeros(shape, bool)  # whether copies of tensors do not know it yet
+    self.unfenced = np.zeros(shape, bool)  # whether bulk copies do not know of it yet
 
   def known(self, groups: np.ndarray | None) -> None:
     """Record that all threads of `groups` (None for all) have met at a barrier."""
@@ -60,7 +60,7 @@ class Barriers:
         self.tracks.complete((self, i))
 
   def land(self, run: Run, at: np.ndarray) -> None:
-    """Complete the copies of tensors to which barriers `at` count bytes, where nothing else is missing."""
+    """Complete the bulk copies whose bytes the barriers `at` count, where nothing else is missing."""
     for i in np.unique(at) if run.copies is not None else ():
       loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
       if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
@@ -80,13 +80,13 @@ def _barriers(run: Run, pointer: Pointer) -> Barriers:
   return barriers
 
 
-def _places(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Return (workgroup, barrier) of each lane. Raises OutOfBounds, Misaligned."""
+def _indices(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Return the indices (workgroup, barrier) of each lane's barrier. Raises OutOfBounds, Misaligned."""
   return run.group[lanes], aligned(run, u, pointer, BYTES, "uses a barrier at", lanes) // BYTES
 
 
 def used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barriers, tuple[np.ndarray, np.ndarray]]:
-  at, barriers = _places(run, u, pointer, lanes), _barriers(run, pointer)
+  at, barriers = _indices(run, u, pointer, lanes), _barriers(run, pointer)
   if (bad := barriers.count[at] == 0).any():
     what = f"uses {pointer.memory.name} as a barrier, but nothing has initialised it"
     raise run.fail(Unwritten, u, what, lanes[bad])
@@ -98,7 +98,7 @@ def used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barrier
 
 def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> None:
   lanes = run.active(when)
-  at, barriers = _places(run, u, barrier, lanes), _barriers(run, barrier)
+  at, barriers = _indices(run, u, barrier, lanes), _barriers(run, barrier)
   if (bad := barriers.count[at] > 0).any():
     raise run.fail(Race, u, "initialises a barrier that exists already and may be in use", lanes[bad])
   barriers.count[at] = barriers.left[at] = int(count)
@@ -115,23 +115,22 @@ def fence(run: Run, u: UOp) -> None:
 def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> None:
   lanes = run.active(when)
   barriers, at = used(run, u, barrier, lanes)
-  _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
+  _arrive(run, barriers, at, lanes)
   if run.tracks is not None:
     run.tracks.signalled()
 
 
-def _tell(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes: np.ndarray) -> None:
+def _arrive(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes: np.ndarray) -> None:
   for i in np.unique(at[1]) if run.tracks is not None else ():
     run.tracks.tell((barriers, i), lanes[at[1] == i])
+  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
 
 
 def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> None:
   lanes = run.active()
   barriers, at = used(run, u, barrier, lanes)
   np.add.at(barriers.bytes, at, int(count))
-  _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
+  _arrive(run, barriers, at, lanes)
 
 
 def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> None:
@@ -142,8 +141,7 @@ def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> None:
   for copy in run.copies.started:
     if copy.signal is None:
       copy.signal = (barriers, index[copy.lanes], phase[copy.lanes])
-  _tell(run, barriers, at, lanes)
-  barriers.arrive(at, run.tick(), run.wave_bit[lanes])
+  _arrive(run, barriers, at, lanes)
 
 
 def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
@@ -171,7 +169,7 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
 
 
 def _wait_asynchronously(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:
-  """Wait while other warpgroups run. What those knew that have come is then known here."""
+  """Wait while other warpgroups run; then learn what the waves that arrived knew."""
 
   def ready() -> bool:
     barriers.land(run, at[1])
@@ -188,7 +186,7 @@ def _wait_asynchronously(run: Run, u: UOp, barriers: Barriers, at: Any, parity: 
 
 
 def _finish(run: Run, copy: Any, barriers: Barriers, waited: np.ndarray) -> list[Any]:
-  """Finish the part of a copy whose phase is complete and waited for; return the rest of it."""
+  """Finish a copy for the lanes whose phase is complete and waited for; return it for the others."""
   if copy.signal is None or copy.signal[0] is not barriers:
     return [copy]
   _, index, phase = copy.signal

@@ -1,7 +1,7 @@
 """Global memory, LDS and registers, with checks of a kernel's loads and stores.
 
-Addresses are element indices in units of the accessed dtype, one per lane or one shared by all lanes. Every access
-takes its UOp, so that an error can say where it happened.
+An index counts elements of the accessed dtype from the start of a buffer, an address counts bytes. Each is an array
+over the lanes, or one number for all of them. Every access takes its UOp, so that an error can say where it happened.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ CDNA_WIDE_READ = {32: np.array([0, 1, 2, 3, 1, 0, 3, 2]), 64: np.array([0, 1, 1,
 
 @dataclass(frozen=True)
 class Pointer:
-  """A typed address in one buffer: `index` counts elements of `dtype`."""
+  """A typed pointer into a buffer: `index` counts elements of `dtype`."""
 
   memory: Any
   index: Any
@@ -62,15 +62,15 @@ class Memory:
   def gather(self, dtype: np.dtype, index: np.ndarray, count: int, lanes: np.ndarray) -> list[np.ndarray]:
     """Return `count` consecutive elements for each of `lanes`, as arrays over all lanes (0 in the others)."""
     view, every = self.view(dtype), len(lanes) == self.run.shape.lanes
-    parts = []
+    elements = []
     for i in range(count):
-      part = view.take(index + i if i else index)
+      element = view.take(index + i if i else index)
       if not every:
         full = np.zeros(self.run.shape.lanes, dtype)
-        full[lanes] = part
-        part = full
-      parts.append(part)
-    return parts
+        full[lanes] = element
+        element = full
+      elements.append(element)
+    return elements
 
   def index_of(self, index: Any, lanes: np.ndarray) -> np.ndarray:
     """Return each lane's element index as int64 over `lanes`."""
@@ -113,15 +113,15 @@ class Global(Memory):
     for i, value in enumerate(values):
       view[index + i] = self.run.spread(value)[lanes]
 
-  def _claim(self, u: UOp, first: np.ndarray, count: int, lanes: np.ndarray) -> None:
+  def _claim(self, u: UOp, address: np.ndarray, count: int, lanes: np.ndarray) -> None:
     """Raise Race if lanes store to bytes that another workgroup stores to: nothing orders workgroups."""
     group = self.run.first_group + self.run.group[lanes] + 1
-    for at in (first + i for i in range(count)):
-      bad = (self.writers[at] != 0) & (self.writers[at] != group)
-      self.writers[at] = group
-      bad |= self.writers[at] != group  # two of the same store
+    for byte in (address + i for i in range(count)):
+      bad = (self.writers[byte] != 0) & (self.writers[byte] != group)
+      self.writers[byte] = group
+      bad |= self.writers[byte] != group  # two of the same store
       if bad.any():
-        what = f"writes {self.name} at byte {np.unique(at[bad])[:4].tolist()}, to which another workgroup stores too"
+        what = f"writes {self.name} at byte {np.unique(byte[bad])[:4].tolist()}, to which another workgroup stores too"
         raise self.run.fail(Race, u, what, lanes[bad])
 
 
@@ -159,15 +159,15 @@ class Banks:
   def extra_cycles(self, address: np.ndarray, width: int, wave: np.ndarray, lane: np.ndarray, read: bool) -> int:
     """Return the cycles of an access instruction beyond one per phase.
 
-    address: (lanes,) the first byte that each active lane accesses; width: bytes per lane; wave, lane: (lanes,) each
-    lane's wave and its place in it; read: whether the access is a load.
+    address: (lanes,) the first byte that each active lane accesses; width: bytes per lane; wave, lane: (lanes,) the
+    wave of each active lane and its index in the wave; read: whether the access is a load.
     """
     phase = wave.astype(np.int64) * 64 + self.phase(lane, width, read)
     words = (address[:, None] + np.arange(0, max(width, WORD), WORD)) // WORD
     key = np.sort(((phase[:, None] << 32) | words).ravel())
     key = key[np.diff(key, prepend=-1) != 0]  # one entry per different word of each phase
-    position = np.cumsum(np.diff(key >> 32, prepend=-1) != 0) - 1
-    load = np.bincount(position * self.count + key % self.count)
+    phase = np.cumsum(np.diff(key >> 32, prepend=-1) != 0) - 1  # numbered without gaps
+    load = np.bincount(phase * self.count + key % self.count)
     load = np.pad(load, (0, -len(load) % self.count)).reshape(-1, self.count)
     return int(load.max(axis=1).sum()) - len(load)
 
@@ -198,8 +198,8 @@ class LDS(Memory):
     # the lane that wrote each granule, until its fence_proxy_async makes it visible to asynchronous products; or -1
     self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 
-  def place(self, u: UOp, verb: str, index: Any, dtype: DType, count: int, lanes: np.ndarray) -> np.ndarray:
-    """Check bounds and return each lane's index counted from the first workgroup of the batch."""
+  def index_in_batch(self, u: UOp, verb: str, index: Any, dtype: DType, count: int, lanes: np.ndarray) -> np.ndarray:
+    """Check bounds, count bank conflicts and return each lane's index from the start of the first workgroup's LDS."""
     index = self.index_of(index, lanes)
     self.bounds(u, verb, index, count, dtype.itemsize, lanes)
     if (counters := self.run.counters) is not None:
@@ -263,7 +263,7 @@ class LDS(Memory):
     self._check_landed(u, "writes", granules, lanes)
 
   def _unseen(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-    """Whether other waves' writes or reads of granules may still be under way as far as each lane's wave knows."""
+    """Return whether, as far as each lane's wave knows, other waves' writes or reads of granules may be under way."""
     unseen = np.asarray((self.writers, self.readers)[which].take(granules) & ~self.run.wave_bit[lanes] != 0)
     if self.times is not None and unseen.any():
       seen = self.run.tracks.seen[self.run.wave[np.broadcast_to(lanes, unseen.shape)[unseen]]]
@@ -310,7 +310,7 @@ class LDS(Memory):
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
     """Read `count` elements per lane. Raises OutOfBounds, Unwritten, Race."""
     lanes = self.run.active(gate)
-    index = self.place(u, "reads", index, dtype, count, lanes)
+    index = self.index_in_batch(u, "reads", index, dtype, count, lanes)
     if self.run.check:
       self.check_read(u, self.granules(index, dtype, count), lanes)
     if self.run.counters is not None:
@@ -320,7 +320,7 @@ class LDS(Memory):
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
     """Write `values` from each active lane. Raises OutOfBounds, Race."""
     lanes = self.run.active()
-    index = self.place(u, "writes", index, dtype, len(values), lanes)
+    index = self.index_in_batch(u, "writes", index, dtype, len(values), lanes)
     if self.run.counters is not None:
       self.run.counters.lds_written += len(lanes) * len(values) * dtype.itemsize
     block = np.stack([self.run.spread(value)[lanes] for value in values], axis=-1)  # (lanes, count)
@@ -369,20 +369,20 @@ def aligned(
   space: type[LDS] | type[Global] = LDS,
   count: int | None = None,
 ) -> np.ndarray:
-  """Return the bytes at which each of `lanes` accesses `count` bytes, by default `size`, of a buffer of `space`.
+  """Return the byte address at which each of `lanes` accesses `count` bytes, by default `size`, of a buffer of `space`.
 
   Raises:
-    OutOfBounds: the buffer is of another space, or not so large.
-    Misaligned: a byte is not a multiple of `size`.
+    OutOfBounds: the buffer is of another space, or too small.
+    Misaligned: an address is not a multiple of `size`.
   """
-  memory, (name, address) = pointer.memory, ("LDS", "an LDS") if space is LDS else ("global memory", "a global")
+  memory, (name, kind) = pointer.memory, ("LDS", "an LDS") if space is LDS else ("global memory", "a global")
   if not isinstance(memory, space):
     raise run.fail(OutOfBounds, u, f"{verb} {memory.name}, which is not in {name}", lanes)
-  first = memory.index_of(pointer.index, lanes) * pointer.dtype.itemsize
-  if (bad := first % size != 0).any():
-    raise run.fail(Misaligned, u, f"{verb} {address} address that is not a multiple of {size}", lanes[bad])
-  memory.bounds(u, verb, first, size if count is None else count, 1, lanes)
-  return first
+  address = memory.index_of(pointer.index, lanes) * pointer.dtype.itemsize
+  if (bad := address % size != 0).any():
+    raise run.fail(Misaligned, u, f"{verb} {kind} address that is not a multiple of {size}", lanes[bad])
+  memory.bounds(u, verb, address, size if count is None else count, 1, lanes)
+  return address
 
 
 class Registers:

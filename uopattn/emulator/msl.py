@@ -42,12 +42,12 @@ class TextError(KernelError):
 
 
 def shared_bytes(text: str) -> int:
-  """Bytes of threadgroup memory of a kernel."""
+  """Return the bytes of threadgroup memory that a kernel uses."""
   return sum(round_up(int(count) * SIZES[kind], 16) for kind, _, count in SHARED.findall(text))
 
 
 def arguments_of(name: str, text: str) -> list[str]:
-  """The arguments of a kernel that are buffers, as they are declared."""
+  """Return the declarations of the arguments of a kernel that are buffers."""
   (arguments,) = re.findall(rf"^kernel void {re.escape(name)}\((.*)\) {{$", text, re.MULTILINE)
   return [x for x in arguments.split(", ") if "[[" not in x]
 
@@ -87,7 +87,7 @@ def check(name: str, text: str, arch: str) -> None:
 
 
 def as_cpp(name: str, text: str) -> str:
-  """The text as C++ with a function `shim_run`: buffers, threadgroups, threads of each, seed -> an error or nothing."""
+  """Return the text as C++ with a function `shim_run`: buffers, threadgroups, threads of each, seed -> error or 0."""
   kinds = [re.findall(rf"({KIND})([*&])", x)[0] for x in arguments_of(name, text)]
   passed = [f"({kind} *)a[{i}]" if by == "*" else f"*({kind} *)a[{i}]" for i, (kind, by) in enumerate(kinds)]
   shared = SHARED.findall(text)
@@ -146,11 +146,11 @@ class Text:
       arguments: the kernel's integers.
 
     Raises:
-      Divergence: lanes or threads wait for one another at different places.
+      Divergence: lanes or threads wait for one another at different statements.
     """
     keep: list[Any] = [(ctypes.c_char * len(x)).from_buffer(x) for x in buffers] + [ctypes.c_int(x) for x in arguments]
-    places = (ctypes.c_void_p * len(keep))(*(ctypes.addressof(x) for x in keep))
+    addresses = (ctypes.c_void_p * len(keep))(*(ctypes.addressof(x) for x in keep))
     seed = int(os.environ.get("EMU_SEED", "0"))
-    error = self.call(places, (ctypes.c_uint * 3)(*groups), (ctypes.c_uint * 3)(*size), ctypes.c_uint(seed))
+    error = self.call(addresses, (ctypes.c_uint * 3)(*groups), (ctypes.c_uint * 3)(*size), ctypes.c_uint(seed))
     if error is not None:
       raise Divergence(f"kernel {self.name}: {error.decode()}")

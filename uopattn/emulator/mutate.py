@@ -35,7 +35,7 @@ WAITS = (
 
 @dataclass(frozen=True)
 class Outcome:
-  """The result of deleting one barrier or wait; `line` is its place in the linearised UOps of `kernel`."""
+  """The result of deleting one barrier or wait; `line` is its index among the linearised UOps of `kernel`."""
 
   kernel: str
   line: int

@@ -1,7 +1,7 @@
-"""Translation of a kernel's linearised UOps, including control flow, into steps that run on numpy.
+"""Translation of a kernel's linearised UOps, control flow included, into steps that run on numpy.
 
-A step is a UOp's place among the values and a function that computes its value from the run (None if it has no value).
-Loops and conditions contain the steps of their body.
+A step is a slot, the position of a UOp's value in `Run.values`, and a function that computes the value from the run
+(None for a UOp that has none). The step of a loop or a condition contains the steps of its body.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,15 +32,15 @@ Step = tuple[int, Compute]
 MEMORY_SPACES = (AddrSpace.GLOBAL, AddrSpace.LOCAL, AddrSpace.REG)
 BUFFERS = (Ops.PARAM, Ops.BUFFER)
 WORK_ITEM = "core_id"  # tinygrad's name of a CPU kernel's argument that numbers its calls; here each is a workgroup
-ADDRESSES = (*BUFFERS, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
-# Beginnings of the names of instructions with which warps do different work, wait for others' work, or copy in bulk.
+POINTERS = (*BUFFERS, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
+# Prefixes of the instructions by which warps do different work, wait for the work of others, or copy in bulk.
 ASYNCHRONOUS = ("bulk_", "exit_warps", "named_barrier_", "semaphore_", "setmaxnreg_", "tensor_map", "tma_")
 SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
 
 
 def is_pointer(u: UOp) -> bool:
-  """Return whether `u` is an address (rendered as a pointer) and not a value."""
-  return u.op in ADDRESSES and u.addrspace in MEMORY_SPACES
+  """Return whether `u` is rendered as a pointer, and not as a value."""
+  return u.op in POINTERS and u.addrspace in MEMORY_SPACES
 
 
 def is_constant(u: UOp) -> bool:
@@ -56,8 +56,8 @@ def _is_statement_register(u: UOp) -> bool:
 def elements(u: UOp) -> int:
   """Return the number of elements of a value.
 
-  The address of a vector has the number as a source. For its shape tinygrad would simplify the index, and everything
-  that is done before the loops that the index counts.
+  The pointer to a vector has the number as a source. To find its shape, tinygrad would simplify the index and
+  everything computed before the loops over which the index runs.
   """
   if u.op is Ops.LOAD and u.src[0].op is Ops.SHRINK:
     return prod(map(int, u.src[0].src[2].as_shape))
@@ -67,8 +67,8 @@ def elements(u: UOp) -> int:
 def execute(steps: list[Step], run: Run) -> None:
   """Run steps in order."""
   values = run.values
-  for place, compute in steps:
-    values[place] = compute(run)
+  for slot, compute in steps:
+    values[slot] = compute(run)
 
 
 class Program:
@@ -89,7 +89,7 @@ class Program:
     self.name, self.arch, self.uops, self.omit = name, arch, list(uops), omit
     self.contracted = contracted  # which product of a sum is not rounded, see `alu.contraction`
     self.scalars = list(scalars)  # names of the integer arguments, in the order in which launch gets them
-    self.place = {u: i for i, u in enumerate(self.uops)}
+    self.slots = {u: i for i, u in enumerate(self.uops)}
     self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
     self.buffers = {u: i for i, u in enumerate([*self.params, *(u for u in self.uops if u.op is Ops.BUFFER)])}
     self.template: list[Any] = [None] * len(self.uops)  # the values known before any step runs
@@ -154,17 +154,17 @@ class Program:
         continue
       if u.op in (Ops.RANGE, Ops.IF):
         body = self._block(uops)
-        steps.append((self.place[u], self._range(u, body) if u.op is Ops.RANGE else self._if(u, body)))
+        steps.append((self.slots[u], self._range(u, body) if u.op is Ops.RANGE else self._if(u, body)))
       elif is_constant(u):
-        self.template[self.place[u]] = self._constant(u.dtype, u.src[0].arg)
+        self.template[self.slots[u]] = self._constant(u.dtype, u.src[0].arg)
       elif u.op in BUFFERS and is_pointer(u):
-        self.template[self.place[u]] = np.int64(0)
+        self.template[self.slots[u]] = np.int64(0)
       elif u.op not in SILENT and not (u.op is Ops.STACK and not u.src):
-        steps.append((self.place[u], self._compute(u)))
+        steps.append((self.slots[u], self._compute(u)))
     return steps
 
   def _compute(self, u: UOp) -> Compute:
-    if is_pointer(u):
+    if is_pointer(u) and u.op is not Ops.AFTER:
       return self._pointer(u)
     if u.op in GroupOp.ALU:
       return self._alu(u)
@@ -183,27 +183,25 @@ class Program:
     return np.array(bits, f"u{dtype.itemsize}").view(alu.storage(dtype))[()]
 
   def _pointer(self, u: UOp) -> Compute:
-    """Return the step of an address, whose value is an element index in units of its dtype."""
-    base = self.place[u.src[0]]
-    if u.op is Ops.AFTER:
-      return lambda run: run.values[base]
+    """Return the step of a pointer, whose value is the index of an element of its dtype."""
+    base = self.slots[u.src[0]]
     old, new = u.src[0].dtype.itemsize, u.dtype.itemsize
     if u.op in (Ops.BITCAST, Ops.CAST):
       return lambda run: run.values[base] * old // new
-    index = self.place[u.src[1]]
+    index = self.slots[u.src[1]]
     if u.src[0].without_after.op in BUFFERS:
       return lambda run: run.values[index]
     return lambda run: run.values[base] + run.values[index]
 
   def _after(self, u: UOp) -> Compute:
-    base = self.place[u.src[0]]
+    base = self.slots[u.src[0]]
     return lambda run: run.values[base]
 
   def _argument(self, u: UOp) -> Compute:
     if u.arg.name == WORK_ITEM:
       return lambda run: run.coordinate("g", 0)
-    where, to = self.scalars.index(u.arg.name), alu.storage(u.dtype).type
-    return lambda run: to(run.arguments[where])
+    argument, to = self.scalars.index(u.arg.name), alu.storage(u.dtype).type
+    return lambda run: to(run.arguments[argument])
 
   def _special(self, u: UOp) -> Compute:
     kind, axis = u.arg[0], int(u.arg[-1])
@@ -215,11 +213,11 @@ class Program:
     never_negative = u.op is Ops.CDIV and all(s.vmin >= 0 for s in u.src)
     fused = alu.contracted(u, self.contracted)
     f, operands = fused or (alu.function(u.op, u.src[-1].dtype, never_negative), u.src)
-    places = tuple(self.place[s] for s in operands)
-    a, b, c = (*places, 0, 0)[:3]
-    if len(places) == 3:
+    slots = tuple(self.slots[s] for s in operands)
+    a, b, c = (*slots, 0, 0)[:3]
+    if len(slots) == 3:
       return lambda run: f(run.values[a], run.values[b], run.values[c])
-    if len(places) == 2:
+    if len(slots) == 2:
       return lambda run: f(run.values[a], run.values[b])
     if u.op is not Ops.EXP2:
       return lambda run: f(run.values[a])
@@ -232,7 +230,7 @@ class Program:
     return exp2
 
   def _cast(self, u: UOp) -> Compute:
-    a = self.place[u.src[0]]
+    a = self.slots[u.src[0]]
     f = alu.cast(u.src[0].dtype, u.dtype, saturate_infinity=self.arch.startswith("sm_"))
 
     def compute(run: Run) -> Any:
@@ -242,16 +240,16 @@ class Program:
     return compute
 
   def _bitcast(self, u: UOp) -> Compute:
-    a, count, source, target = self.place[u.src[0]], u.max_numel(), u.src[0].dtype, u.dtype
+    a, count, source, target = self.slots[u.src[0]], u.max_numel(), u.src[0].dtype, u.dtype
     return lambda run: alu.bitcast(run.values[a], source, target, count)
 
   def _stack(self, u: UOp) -> Compute:
-    places = tuple(self.place[s] for s in u.src)
-    return lambda run: [run.values[s] for s in places]
+    slots = tuple(self.slots[s] for s in u.src)
+    return lambda run: [run.values[s] for s in slots]
 
   def _element(self, u: UOp) -> Compute:
     """Return the step of an INDEX into a short vector."""
-    base, at = self.place[u.src[0]], u.src[1]
+    base, at = self.slots[u.src[0]], u.src[1]
     if not is_constant(at):
       raise self._refuse("an element of a vector value must be chosen by a constant", u)
     if elements(u.src[0]) == 1:
@@ -265,7 +263,7 @@ class Program:
 
   def _load(self, u: UOp) -> Compute:
     pointer, count, dtype = u.src[0], elements(u), u.dtype
-    memory, index = self.buffers[buffer_of(pointer)], self.place[pointer]
+    memory, index = self.buffers[buffer_of(pointer)], self.slots[pointer]
     if len(u.src) == 1:
 
       def load(run: Run) -> Any:
@@ -273,7 +271,7 @@ class Program:
         return values if count > 1 else values[0]
 
       return load
-    other, gate = self.place[u.src[1]], self.place[u.src[2]]
+    other, gate = self.slots[u.src[1]], self.slots[u.src[2]]
 
     def gated(run: Run) -> Any:
       condition, default = run.values[gate], run.values[other]
@@ -285,8 +283,8 @@ class Program:
     return gated
 
   def _store(self, u: UOp) -> Compute:
-    pointer, value, dtype = u.src[0], self.place[u.src[1]], u.src[0].dtype
-    memory, index = self.buffers[buffer_of(pointer)], self.place[pointer]
+    pointer, value, dtype = u.src[0], self.slots[u.src[1]], u.src[0].dtype
+    memory, index = self.buffers[buffer_of(pointer)], self.slots[pointer]
 
     def store(run: Run) -> None:
       x = run.values[value]
@@ -295,7 +293,7 @@ class Program:
     return store
 
   def _wmma(self, u: UOp) -> Compute:
-    a, b, c = (self.place[s] for s in u.src)
+    a, b, c = (self.slots[s] for s in u.src)
     return lambda run: wmma.multiply(run, u, run.values[a], run.values[b], run.values[c])
 
   def _custom(self, u: UOp) -> Compute:
@@ -316,11 +314,11 @@ class Program:
     return lambda run: meaning(run, u, *built_in, *[get(run) for get in read])
 
   def _operand(self, u: UOp) -> Compute:
-    place = self.place[u]
+    slot = self.slots[u]
     if not is_pointer(u):
-      return lambda run: run.values[place]
+      return lambda run: run.values[slot]
     memory, dtype = self.buffers[buffer_of(u)], u.dtype
-    return lambda run: Pointer(run.memory[memory], run.values[place], dtype)
+    return lambda run: Pointer(run.memory[memory], run.values[slot], dtype)
 
   # ** control flow **
 
@@ -351,7 +349,7 @@ class Program:
     return barrier
 
   def _if(self, u: UOp, body: list[Step]) -> Compute:
-    gate = self.place[u.src[0]]
+    gate = self.slots[u.src[0]]
 
     def branch(run: Run) -> None:
       outer, condition = run.mask, run.spread(run.values[gate])
@@ -364,8 +362,8 @@ class Program:
 
   def _range(self, u: UOp, body: list[Step]) -> Compute:
     if u.dtype == dtypes.void:
-      return self._do_while(u, body, self.place[self.closing.src[2]])
-    i, bound, to = self.place[u], self.place[u.src[0]], alu.storage(u.dtype).type
+      return self._do_while(u, body, self.slots[self.closing.src[2]])
+    i, bound, to = self.slots[u], self.slots[u.src[0]], alu.storage(u.dtype).type
 
     def loop(run: Run) -> None:
       outer, end = run.mask, run.values[bound]

@@ -47,7 +47,7 @@ def _values(u: UOp) -> tuple[UOp, ...]:
 
 
 def _is_text(u: UOp) -> bool:
-  """Whether `u` is written out wherever it is used: a literal, or nothing."""
+  """Return whether `u` is written out wherever it is used: a literal, or nothing."""
   return u.op in (Ops.CONST, Ops.NOOP) or (u.op is Ops.CAST and u.src[0].op is Ops.CONST)
 
 

@@ -3,7 +3,7 @@
 A semaphore is a number in global memory: `semaphore_release` writes it, `semaphore_wait` waits for it. An addition
 (`tma_reduce_add`) must know of the one before it to the same element: by the same wave, through a barrier that both
 have met at, or through a semaphore that was released after it and acquired before. It reads LDS until `bulk_wait_read`
-and is done at `bulk_wait`, no sooner than all other warps have gone on as far as they can. Workgroups run one after
+and is done at `bulk_wait`, no sooner than all other warps have run as far as they can. Workgroups run one after
 another, so a semaphore that was not released yet never is.
 """
 
@@ -41,7 +41,7 @@ class Flight:
   granules: np.ndarray
   content: np.ndarray
   to: Global
-  places: np.ndarray
+  index: np.ndarray  # of the elements that it adds to
   numbers: np.ndarray
   first: bool
   was_read: bool = False
@@ -72,21 +72,21 @@ class Sums:
   flights: list[Flight] = field(default_factory=list)
 
   def of_batch(self) -> "Sums":
-    """The sums as the next workgroup finds them."""
+    """Return the sums as the next workgroup finds them."""
     return replace(self, acquired=[], flights=[])
 
   def known(self, run: Run, wave: int) -> Known:
-    """What a wave of this workgroup knows."""
+    """Return what a wave of this workgroup knows."""
     clocks: Known = {(run.first_group, other): int(time) for other, time in enumerate(run.tracks.seen[wave])}
     clocks[run.first_group, wave] = run.clock + 1
-    for place in run.tracks.acquired[wave]:
-      for who, until in self.acquired[place].items():
+    for i in run.tracks.acquired[wave]:
+      for who, until in self.acquired[i].items():
         clocks[who] = max(until, clocks.get(who, 0))
     return clocks
 
 
 def _one(run: Run, u: UOp, when: Any) -> int | None:
-  """The lane that acts; None if none does."""
+  """Return the lane that acts, or None. Raises Divergence if several do."""
   lanes = run.active(when)
   if len(lanes) > 1:
     raise run.fail(Divergence, u, "adds to global memory, or uses a semaphore, in several lanes at once", lanes)
@@ -94,7 +94,7 @@ def _one(run: Run, u: UOp, when: Any) -> int | None:
 
 
 def _index(run: Run, u: UOp, semaphore: Pointer, lane: int) -> int:
-  """The index of a semaphore."""
+  """Return the index of a semaphore in its buffer. Raises as `aligned` does."""
   return int(aligned(run, u, semaphore, BYTES, "uses a semaphore at", np.array([lane]), Global)[0]) // BYTES
 
 
@@ -126,21 +126,21 @@ def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, f
   if count % CHUNK:
     raise run.fail(Misaligned, u, f"adds {count} bytes, which is not a multiple of {CHUNK}", lanes)
   (start,) = aligned(run, u, source, CHUNK, f"adds {count} bytes from", lanes, count=count)
-  (at,) = aligned(run, u, to, CHUNK, f"adds {count} bytes to", lanes, Global, count)
+  (address,) = aligned(run, u, to, CHUNK, f"adds {count} bytes to", lanes, Global, count)
   granules = np.arange(start // lds.granule, (start + count) // lds.granule)[:, None]
   if run.check:
     lds.check_asynchronous(u, "reads {what} to add it", granules, lanes)
   numbers = lds.view(np.dtype(np.float32))[start // 4 : (start + count) // 4].copy()
-  places, content = np.arange(at // 4, (at + count) // 4), lds.content(granules)
+  index, content = np.arange(address // 4, (address + count) // 4), lds.content(granules)
   fresh = bool(run.spread(first)[lane])
-  run.sums.flights.append(Flight(u, lane, lds, granules, content, to.memory, places, numbers, fresh))
+  run.sums.flights.append(Flight(u, lane, lds, granules, content, to.memory, index, numbers, fresh))
   if run.counters is not None:
     run.counters.lds_read += count
     run.counters.global_written += count
 
 
 def _until_others_wait(run: Run, u: UOp) -> None:
-  """Let all others go on as far as they can."""
+  """Let all other warpgroups and warps continue as far as they can."""
   tracks = tracks_of(run, u)
   own = tracks.now
   tracks.wait(lambda: not any(x.ready() for x in tracks.tracks if x is not own and not x.ended))
@@ -166,19 +166,19 @@ def wait(run: Run, u: UOp, when: Any) -> None:
       x.read()
       _check(run, x)
     sums = x.to.view(np.dtype(np.float32))
-    sums[x.places] = x.numbers if x.first else sums[x.places] + x.numbers
+    sums[x.index] = x.numbers if x.first else sums[x.index] + x.numbers
 
 
 def _check(run: Run, x: Flight) -> None:
-  """Raise Race unless an addition knows of the one before it, and what is stored is the first. Record it."""
+  """Record an addition. Raise Race unless it knows of the one before it, or if it stores over that one."""
   if x.to.name not in run.sums.last:
     size = x.to.data.size // 4
     run.sums.last[x.to.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1))
   last, wave, lanes = run.sums.last[x.to.name], int(run.wave[x.lane]), np.array([x.lane])
   known = run.sums.known(run, wave)
-  for group, by, time in {*zip(*(y[x.places].tolist() for y in (last.group, last.wave, last.time)), strict=True)}:
+  for group, by, time in {*zip(*(y[x.index].tolist() for y in (last.group, last.wave, last.time)), strict=True)}:
     if group >= 0 and time >= known.get((group, by), 0):
       raise run.fail(Race, x.u, f"adds to {x.to.name} in an order that nothing fixes", lanes)
     if group >= 0 and x.first:
       raise run.fail(Race, x.u, f"stores over what was added to {x.to.name}", lanes)
-  last.group[x.places], last.wave[x.places], last.time[x.places] = run.first_group, wave, run.clock
+  last.group[x.index], last.wave[x.index], last.time[x.index] = run.first_group, wave, run.clock

@@ -57,30 +57,30 @@ def _lanes(run: Run, u: UOp, *read: int) -> np.ndarray:
   return lanes
 
 
-def _rows(run: Run, u: UOp, place: Pointer, stride: int, rows: int = ROWS) -> np.ndarray:
-  """Return rows of 64 bytes of each lane, (lanes, rows, 64). Raises as a load of each row does."""
-  count = ROW_BYTES // place.dtype.itemsize
-  elements = np.empty((rows, count, run.shape.lanes), alu.storage(place.dtype))
+def _rows(run: Run, u: UOp, pointer: Pointer, stride: int, rows: int = ROWS) -> np.ndarray:
+  """Return each lane's rows of 64 bytes, (lanes, rows, 64). Raises as a load of each row does."""
+  count = ROW_BYTES // pointer.dtype.itemsize
+  elements = np.empty((rows, count, run.shape.lanes), alu.storage(pointer.dtype))
   for i in range(rows):
-    row = place.memory.load(u, place.index + _elements(run, u, place, i * stride), place.dtype, count)
+    row = pointer.memory.load(u, pointer.index + _elements(run, u, pointer, i * stride), pointer.dtype, count)
     for element, x in zip(elements[i], row, strict=True):
       element[:] = x
   return np.ascontiguousarray(np.moveaxis(elements, 2, 0)).view(np.uint8)
 
 
-def _store_rows(run: Run, u: UOp, place: Pointer, stride: int, content: np.ndarray) -> None:
+def _store_rows(run: Run, u: UOp, pointer: Pointer, stride: int, content: np.ndarray) -> None:
   """Store (lanes, rows, 64) bytes. Raises as a store of each row does."""
   # A copy, as registers hold values that never change.
-  values = np.array(content, order="C").view(alu.storage(place.dtype))
+  values = np.array(content, order="C").view(alu.storage(pointer.dtype))
   for i in range(content.shape[1]):
-    index = place.index + _elements(run, u, place, i * stride)
-    place.memory.store(u, index, place.dtype, list(np.ascontiguousarray(values[:, i].T)))
+    index = pointer.index + _elements(run, u, pointer, i * stride)
+    pointer.memory.store(u, index, pointer.dtype, list(np.ascontiguousarray(values[:, i].T)))
 
 
-def _elements(run: Run, u: UOp, place: Pointer, offset: int) -> int:
-  elements, rest = divmod(offset, place.dtype.itemsize)
+def _elements(run: Run, u: UOp, pointer: Pointer, offset: int) -> int:
+  elements, rest = divmod(offset, pointer.dtype.itemsize)
   if rest:
-    raise run.fail(Misaligned, u, f"addresses a row {offset} bytes on, inside an element of {place.memory.name}")
+    raise run.fail(Misaligned, u, f"addresses a row {offset} bytes on, inside an element of {pointer.memory.name}")
   return elements
 
 
@@ -89,15 +89,15 @@ def zero(run: Run, u: UOp, tile: Any) -> None:
   run.tiles.content[lanes, tile], run.tiles.written[lanes, tile] = 0, True
 
 
-def load(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> None:
+def load(run: Run, u: UOp, tile: Any, pointer: Pointer, stride: Any) -> None:
   lanes = _lanes(run, u)
-  run.tiles.content[lanes, tile] = _rows(run, u, place, int(stride))[lanes]
+  run.tiles.content[lanes, tile] = _rows(run, u, pointer, int(stride))[lanes]
   run.tiles.written[lanes, tile] = True
 
 
-def store(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> None:
+def store(run: Run, u: UOp, tile: Any, pointer: Pointer, stride: Any) -> None:
   _lanes(run, u, int(tile))
-  _store_rows(run, u, place, int(stride), run.tiles.content[:, tile])
+  _store_rows(run, u, pointer, int(stride), run.tiles.content[:, tile])
 
 
 def product(run: Run, u: UOp, c: Any, a: Any, b: Any) -> None:
@@ -130,7 +130,7 @@ def scale_rows(run: Run, u: UOp, rows: Pointer, factors: Pointer, count: Any) ->
 def weigh(run: Run, u: UOp, terms: int, degree: int, subtracts: bool, to: Pointer, scores: Pointer, *rest: Any) -> None:
   sums, rows, term_bytes = rest[1], int(rest[3]), int(rest[4])
   x = _rows(run, u, scores, ROW_BYTES, rows).view(np.float32)
-  by, l, factor = (_rows(run, u, place, ROW_BYTES, 1).view(np.float32) for place in rest[:3])
+  by, l, factor = (_rows(run, u, pointer, ROW_BYTES, 1).view(np.float32) for pointer in rest[:3])
   product = np.multiply(x, factor, dtype=np.float32 if run.contracted == "never" else np.float64)
   exponent = (x - by) * factor if subtracts else (product - by).astype(np.float32)
   p = _exp2(exponent, degree)
@@ -155,8 +155,8 @@ def _store_terms(
   for term in range(terms):
     bits = np.ascontiguousarray(x).view(np.uint32)
     high = (bits + np.uint32(0x8000 if terms == 1 else 0)) & np.uint32(0xFFFF0000)
-    place = Pointer(to.memory, to.index + _elements(run, u, to, term * term_bytes), to.dtype)
-    _store_rows(run, u, place, ROW_BYTES, (high >> np.uint32(16)).astype(np.uint16).view(np.uint8))
+    pointer = Pointer(to.memory, to.index + _elements(run, u, to, term * term_bytes), to.dtype)
+    _store_rows(run, u, pointer, ROW_BYTES, (high >> np.uint32(16)).astype(np.uint16).view(np.uint8))
     x = x - high.view(np.float32)
 
 

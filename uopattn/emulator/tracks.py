@@ -1,12 +1,12 @@
 """Asynchronous warpgroups: each executes the kernel by itself, and they meet where the kernel makes them wait.
 
-Otherwise all lanes execute a statement together, which no kernel can whose warpgroups wait for each other in turns.
-Here one workgroup runs at a time, and of its warpgroups one at a time until it must wait. Then, and whenever it signals
-something, another one goes on that can (`order`). A producer, the last one, is always as far ahead as it may be, and a
-copy is complete no sooner than somebody waits for it: whatever lacks a wait shows.
+In other kernels all lanes execute a statement together. That cannot work if warpgroups wait for each other in turns.
+Here one workgroup runs at a time, and one of its warpgroups at a time until it must wait. Then, and whenever it signals
+something, another one that can continue does (`order`). A producer, the last one, is always as far ahead as it may be,
+and a copy completes no sooner than somebody waits for it. So a missing wait shows.
 
 What a wave knows of the others' work is a vector clock (Mattern, "Virtual time and global states of distributed
-systems", 1989): who comes to a barrier leaves there what it knows, and who has waited at it takes that along.
+systems", 1989). A wave that arrives at a barrier leaves there what it knows, and a wave that has waited takes it along.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ _forced: str | None = None
 
 
 def order() -> str:
-  """Which warpgroup goes on of those that can, by EMU_ORDER: the last (the default), or after the producer the first.
+  """Return which warpgroup continues if several can, by EMU_ORDER.
+
+  "last" is the default. "first" is the producer, or if it cannot continue, the first of the others.
 
   Raises:
     ValueError: EMU_ORDER is something else.
@@ -45,7 +47,7 @@ def order() -> str:
 
 @contextlib.contextmanager
 def ordered(order: str) -> Iterator[None]:
-  """Let warpgroups go on in a given order, whatever EMU_ORDER says."""
+  """Let warpgroups continue in a given order, whatever EMU_ORDER says."""
   global _forced
   before, _forced = _forced, order
   try:
@@ -77,7 +79,7 @@ class Knowledge:
   """What is known at a barrier.
 
   Attributes:
-    seen: by wave, the time before which its work is done.
+    seen: by wave, the time before which its work is known.
     acquired: semaphores, see `semaphores`.
     copies: bulk copies that have landed, by number.
   """
@@ -107,8 +109,8 @@ class Tracks:
     np.fill_diagonal(self.seen, ALWAYS)
     self.acquired: list[set[int]] = [set() for _ in self.seen]  # what each wave knows of; see `semaphores`
     self.copies = np.ones((waves, 1), bool)  # whether each wave knows of each bulk copy that has landed; of 0, no copy
-    self._told: dict[Any, Knowledge] = {}  # what has come to a barrier in its current phase
-    self._known: dict[Any, Knowledge] = {}  # and in those before, which is known to who waits at it
+    self._told: dict[Any, Knowledge] = {}  # what arrived at a barrier in its current phase
+    self._known: dict[Any, Knowledge] = {}  # and in earlier phases, which waves that wait at it learn
     groups = -(-run.shape.threads // THREADS)
     lanes = [run.thread // THREADS == i for i in range(groups)]
     if by_warps:
@@ -172,7 +174,7 @@ class Tracks:
     track.ready, track.stuck = (lambda: True), None
 
   def signalled(self) -> None:
-    """Let the first in the order go on that can, because this warpgroup has just signalled something."""
+    """Let the first warpgroup in the order that can continue do so, as this one has just signalled something."""
     self.wait(lambda: True)
 
   def leave(self) -> None:
@@ -180,7 +182,7 @@ class Tracks:
     raise _Ended
 
   def tell(self, barrier: Any, lanes: np.ndarray) -> None:
-    """Record that the waves of `lanes` have come to a barrier, with what they have done and what they know."""
+    """Record that the waves of `lanes` have arrived at a barrier, with what they have done and what they know."""
     now = self.run.tick()
     for wave in np.unique(self.run.wave[lanes]):
       seen = self.seen[wave].copy()
@@ -189,7 +191,7 @@ class Tracks:
       self._told.setdefault(barrier, self._nothing()).add(Knowledge(seen, self.acquired[wave], copies))
 
   def landed(self, barrier: Any) -> int:
-    """Return a number for the bulk copies that complete a phase of a barrier; who waits at it then knows of them."""
+    """Return a number for the bulk copies that complete a phase of a barrier, of which those that wait at it know."""
     number = self.copies.shape[1]
     self.copies = np.column_stack([self.copies, np.zeros(len(self.copies), bool)])
     self._told.setdefault(barrier, self._nothing()).copies.add(number)
@@ -239,7 +241,7 @@ class Tracks:
 
 
 def tracks_of(run: Run, u: UOp) -> Tracks:
-  """The warpgroups, which run asynchronously. Every kernel with an instruction that asks for them has them."""
+  """Return the warpgroups. Every kernel with an instruction that needs them to run asynchronously has them."""
   assert run.tracks is not None, u
   return run.tracks
 
@@ -307,7 +309,7 @@ def _deactivate(run: Run, lanes: np.ndarray) -> None:
 
 
 def registers(run: Run, u: UOp, count: Any, when: Any = None, *, takes: bool) -> None:
-  """Let whole warpgroups take registers, once there are as many, or give some back. Raises Divergence."""
+  """Let whole warpgroups take registers, once enough are free, or give some back. Raises Divergence."""
   lanes, count = run.active(when), int(count)
   tracks, held = tracks_of(run, u), run.registers
   if len(lanes) % min(THREADS, int(tracks.now.lanes.sum())) or not LEAST <= count <= MOST or count % 8:

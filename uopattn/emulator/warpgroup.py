@@ -75,20 +75,20 @@ def _read(
   """
   row, column = np.arange(rows)[:, None], np.arange(columns)[None] + term * round_up(columns, COLUMNS)
   offset = swizzled(column // COLUMNS * panel * 2 + row * ROW_BYTES + column % COLUMNS * 2)
-  place = _address(run, u, pointer, groups)[:, None, None] + offset
+  address = _address(run, u, pointer, groups)[:, None, None] + offset
   lds: LDS = pointer.memory
-  if (bad := (place < 0) | (place + 2 > lds.per_group)).any():
-    what = f"reads {lds.name} at byte {int(place[bad][0])}, which has {lds.per_group} bytes"
+  if (bad := (address < 0) | (address + 2 > lds.per_group)).any():
+    what = f"reads {lds.name} at byte {int(address[bad][0])}, which has {lds.per_group} bytes"
     raise run.fail(OutOfBounds, u, what, groups[bad.any(axis=(1, 2))])
-  place += (run.group[groups] * lds.stride)[:, None, None]
+  address += (run.group[groups] * lds.stride)[:, None, None]
   if run.check:
-    granules = np.repeat(place.reshape(len(groups), -1), WARPS, axis=0).T // lds.granule  # (elements, warps)
+    granules = np.repeat(address.reshape(len(groups), -1), WARPS, axis=0).T // lds.granule  # (elements, warps)
     lanes = (groups[:, None] + np.arange(WARPS) * 32).ravel()
     lds.check_asynchronous(u, READS, granules, lanes)
     reads.append((lds, granules, lanes, lds.content(granules)))
   if run.counters is not None:
-    run.counters.lds_read += place.size * 2
-  return lds.view(np.dtype(np.uint16)).take(place // 2)
+    run.counters.lds_read += address.size * 2
+  return lds.view(np.dtype(np.uint16)).take(address // 2)
 
 
 def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, operands: list[Any]) -> np.ndarray:
@@ -153,12 +153,12 @@ def from_shared(
     _check_accumulators(run, x, _lanes_of(run, np.intersect1d(groups, x.groups)))
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
-    elements = product[:, row, e // 4 * 8 + 2 * (thread % 4) + e % 2]
+    added = product[:, row, e // 4 * 8 + 2 * (thread % 4) + e % 2]
     old = np.zeros(run.shape.lanes)
     if adds:
       old = earlier.values[e] if earlier else run.spread(d.memory.load(u, flight.first + e, d.dtype, 1)[0])
     value = np.array(old, np.float32)
-    value[groups[:, None] + thread] += elements
+    value[groups[:, None] + thread] += added
     flight.values.append(value)
   for e in range(flight.first, flight.first + n // 2):
     d.memory.written[e] = False if run.mask is None else run.spread(d.memory.written[e]) & ~run.mask
@@ -168,7 +168,7 @@ def from_shared(
 
 
 def _product(left: np.ndarray, right: np.ndarray, dtype: DType) -> np.ndarray:
-  """The product of two matrices of bits, in units of 16 bits, (warpgroups, 64, n) float32."""
+  """Return the product of two matrices of bits, in units of 16 bits, (warpgroups, 64, n) float32."""
   if dtype.itemsize == 1:  # B is transposed, so that bytes of one row are neighbours
     right = right.swapaxes(1, 2)
     left, right = (np.ascontiguousarray(x).view(alu.storage(dtype)) for x in (left, right))
@@ -184,7 +184,7 @@ def cut_product(
   step: int = 32,
   bits: tuple[int, int] = (13, 13),
 ) -> np.ndarray:
-  """The product of two matrices, added to `of`, as tensor cores sum it: `step` terms and the sum so far at a time.
+  """Return the product of two matrices plus `of`, as tensor cores sum it: the sum so far and `step` terms at a time.
 
   All terms are aligned to the largest one. They are cut off bits[0] bits after its point, and the sum bits[1] after its
   own. The defaults are those of 8-bit floats on Hopper, the highest 14 bits of each of 32 aligned products. In 16 bits,
@@ -263,7 +263,7 @@ def _check_accumulators(run: Run, flight: Flight, lanes: np.ndarray) -> None:
 
 
 def _lanes_of(run: Run, groups: np.ndarray) -> np.ndarray:
-  """Whether each lane is of one of the warpgroups with these first lanes."""
+  """Return whether each lane is of one of the warpgroups with these first lanes."""
   return np.isin(run.all_lanes // THREADS * THREADS, groups)
 
 

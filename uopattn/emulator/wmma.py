@@ -131,14 +131,14 @@ def _matrix_index(layout: Layout, lanes: int, elements: int, shape: tuple[int, i
 
 def _wave_values(run: Run, value: Any, elements: int, lanes: int, dtype: DType) -> np.ndarray:
   """Return every lane's vector as stored values of `dtype`: (elements, waves, lanes)."""
-  parts = value if isinstance(value, list) else [value]
+  vector = value if isinstance(value, list) else [value]
   to = alu.storage(dtype)
-  if parts[0].dtype.itemsize != to.itemsize:  # packed as the compiler requires, e.g. eight fp8 in a uint64
-    packed = np.ascontiguousarray(np.stack([run.spread(p) for p in parts], axis=-1)).view(to)
+  if vector[0].dtype.itemsize != to.itemsize:  # packed as the compiler requires, e.g. eight fp8 in a uint64
+    packed = np.ascontiguousarray(np.stack([run.spread(x) for x in vector], axis=-1)).view(to)
     return np.ascontiguousarray(packed.T).reshape(elements, -1, lanes)
   block = np.empty((elements, run.shape.lanes), to)
-  for row, part in zip(block, parts, strict=True):
-    row[:] = part if part.dtype == to else part.view(to)
+  for row, element in zip(block, vector, strict=True):
+    row[:] = element if element.dtype == to else element.view(to)
   return block.reshape(elements, -1, lanes)
 
 
@@ -205,14 +205,14 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
   result = []
   for e, old in enumerate(c):
     row, column = frags.c(lane, e)
-    part = product.take(row * n + column, axis=1).reshape(-1)
-    total = alu.decode(old, u.dtype) + part
+    added = product.take(row * n + column, axis=1).reshape(-1)
+    total = alu.decode(old, u.dtype) + added
     result.append(_toward_zero(total) if _is_tf32(u) else alu.encode(total, u.dtype))
   return result
 
 
 def _is_tf32(u: UOp) -> bool:
-  """Whether an instruction multiplies float32 in tf32, as NVIDIA's do; AMD's multiply float32 itself."""
+  """Return whether an instruction multiplies float32 in tf32, as NVIDIA's do; AMD's multiply float32 itself."""
   return bool(u.arg[1] == dtypes.float and u.arg[2] == "CUDA")
 
 
