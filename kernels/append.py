@@ -1,6 +1,6 @@
 """Writes new keys and values into a cache, in place, each sequence from a position of its own on.
 
-One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. An `Addressing`
+One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. A `RowMap`
 says which row of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there
 is none, nothing is written. A row in the cache's dtype is copied as words; others are rounded to 8 or 4 bits, to
 nearest, ties to even, after division by a scale: of the head, or of the row, which then maps its largest element to
@@ -47,7 +47,7 @@ class NewKey:
     b: the sequence.
     position: its position there.
     end: the position after the last new key of the sequence.
-    tables: the buffers that an `Addressing` reads.
+    tables: the buffers that a `RowMap` reads.
   """
 
   b: UOp
@@ -56,7 +56,7 @@ class NewKey:
   tables: tuple[UOp, ...]
 
 
-class Addressing(Protocol):
+class RowMap(Protocol):
   """Where a cache keeps the keys of a sequence. Hashable."""
 
   def find(self, key: NewKey) -> tuple[UOp, UOp, UOp]:
@@ -143,7 +143,7 @@ def append(
   values: Operand,
   start: Callable[[UOp], UOp],
   lengths: Callable[[UOp], UOp],
-  addressing: Addressing,
+  row_map: RowMap,
   tables: tuple[UOp, ...],
   shape: tuple[int, int, int],
   name: str,
@@ -156,8 +156,8 @@ def append(
     keys, values: the new keys and values, (B * heads, M, D), and the cache.
     start: maps a sequence to the position of its first new key.
     lengths: maps a sequence to its number of new keys, at most M; those behind them are not written.
-    addressing: where the cache keeps a position.
-    tables: the buffers that `addressing` reads.
+    row_map: where the cache keeps a position.
+    tables: the buffers that `row_map` reads.
     shape: (B, heads, M) of the new keys.
     name: of the kernel.
     on_cpu: whether it is for a CPU.
@@ -178,7 +178,7 @@ def append(
     head, i = item // M, item % M
   b, h = head // heads, head % heads
   first, count, exists = start(b), lengths(b), i < M
-  kept, block, row = addressing.find(NewKey(b, first + i, first + count, tables))
+  kept, block, row = row_map.find(NewKey(b, first + i, first + count, tables))
   kept &= i < count
   if group > 1 and not on_cpu:
     kept &= member.eq(0)

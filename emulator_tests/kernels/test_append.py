@@ -3,10 +3,10 @@
 import pytest
 from tinygrad import UOp
 
-from uopattn.kernels.append import Addressing, NewKey, Ring, Rows
+from uopattn.kernels.append import RowMap, NewKey, Ring, Rows
 
 
-def kept(place: Addressing, start: int, count: int) -> dict[int, int]:
+def kept(place: RowMap, start: int, count: int) -> dict[int, int]:
   """The row of each new position that is kept."""
   found = {}
   for p in range(start, start + count):

@@ -11,7 +11,7 @@ from uopattn.api.norm_rope import NewQueries
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
-from uopattn.kernels.append import Addressing
+from uopattn.kernels.append import RowMap
 from uopattn.plan.append import append_call, is_memory
 from uopattn.runtime.function import traces
 from uopattn.spec.arguments import check_place
@@ -234,7 +234,7 @@ class CacheMemory:
     k: Tensor,
     v: Tensor,
     start: int | UOp | Tensor,
-    place: Addressing,
+    place: RowMap,
     new: NewQueries,
     lengths: Tensor | None = None,
   ) -> Tensor | None:

@@ -16,7 +16,7 @@ from uopattn.dsl.instruction import typed
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.scope import View
-from uopattn.kernels.append import Addressing, Operand, append
+from uopattn.kernels.append import RowMap, Operand, append
 from uopattn.plan.launch import empty, view
 from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
@@ -65,8 +65,8 @@ class Append:
     targets: the memory of keys and of values.
     row_scales: the shape of the scales of rows that it writes, (blocks, heads, rows); None if it writes none.
     sources: the new keys and values.
-    addressing: where the cache keeps a position.
-    tables: shapes of the int32 buffers that `addressing` reads.
+    row_map: where the cache keeps a position.
+    tables: shapes of the int32 buffers that `row_map` reads.
     start: the first position, the same for all sequences; None if a (B,) int32 buffer has them.
     has_lengths: whether a (B,) int32 buffer has the number of new keys of each sequence.
     head_scales: the shapes of the scales of the heads of k and of v, (B or 1, heads or 1); None if they have none.
@@ -78,7 +78,7 @@ class Append:
   targets: tuple[StridedRows, StridedRows]
   row_scales: tuple[int, int, int] | None
   sources: tuple[StridedRows, StridedRows]
-  addressing: Addressing
+  row_map: RowMap
   tables: tuple[tuple[int, int], ...]
   start: int | UOp | None
   has_lengths: bool
@@ -123,7 +123,7 @@ class Append:
     keys, values = map(Operand, sources, targets, row_scales, head_scales, (of_keys, None), fours)
     new = None if queries is None or rotated is None else Operand(queries, rotated, change=of_queries)
     name = f"append_{B}_{heads}_{M}_{self.sources[0].shape[3]}_{self.sources[1].shape[3]}"
-    return typed(append(keys, values, start, count, self.addressing, tables, (B, heads, M), name, on_cpu, new))
+    return typed(append(keys, values, start, count, self.row_map, tables, (B, heads, M), name, on_cpu, new))
 
   def estimates(self) -> Estimates:
     """Estimate the operations and bytes moved, for tinygrad's own reports."""
@@ -144,7 +144,7 @@ def append_call(
   targets: Sequence[Tensor],
   sources: Sequence[Tensor],
   start: int | UOp | Tensor,
-  addressing: Addressing,
+  row_map: RowMap,
   *,
   row_scales: Sequence[Tensor] = (),
   tables: Sequence[Tensor] = (),
@@ -163,9 +163,9 @@ def append_call(
     sources: new keys and values, (B, heads, M, D) with M > 0, in the targets' dtype; or if these have 8 bits float32,
       float16 or bfloat16. On several devices all Tensors are shards, see `uopattn.spec.shards`.
     start: the position of the first; a Tensor is (B,) int32.
-    addressing: where the cache keeps a position.
+    row_map: where the cache keeps a position.
     row_scales: of keys and of values, (blocks, heads, rows) float32, if rows of 8 bits have scales.
-    tables: int32 Tensors that `addressing` reads.
+    tables: int32 Tensors that `row_map` reads.
     lengths: (B,) int32, the number of new keys of each sequence; None is M.
     head_scales: of keys and of values, (B or 1, heads or 1) float32.
     four: the format of the targets if they have 4 bits; they are (blocks, heads, rows, columns) uint8 then.
@@ -183,7 +183,7 @@ def append_call(
     cast(tuple[StridedRows, StridedRows], of_targets),
     cast(tuple[int, int, int], sizes(row_scales[0])) if row_scales else None,
     cast(tuple[StridedRows, StridedRows], of_sources),
-    addressing,
+    row_map,
     tuple(cast(tuple[int, int], sizes(x)) for x in tables),
     None if isinstance(start, Tensor) else start,
     lengths is not None,
