@@ -318,11 +318,11 @@ class RingCache(CacheMemory):
     if first == 0:
       result = attend(q, k, v, of_window, backend)
     else:
-      parts = [attend(q, k[:, :, :first], v[:, :, :first], replace(causal, return_lse=True), backend)]
+      states = [attend(q, k[:, :, :first], v[:, :, :first], replace(causal, return_lse=True), backend)]
       if first < M:
-        others = replace(of_window, return_lse=True, sinks=None)
-        parts.append(attend(q, k[:, :, first:], v[:, :, first:], others, backend))
-      out, lse = merge_states(*zip(*parts, strict=True))
+        of_ring = replace(of_window, return_lse=True, sinks=None)
+        states.append(attend(q, k[:, :, first:], v[:, :, first:], of_ring, backend))
+      out, lse = merge_states(*zip(*states, strict=True))
       result = (out, lse) if return_lse else out
     self.append(k, v, 0, lengths=lengths)
     return cast(Tensor | tuple[Tensor, Tensor], result)

@@ -17,7 +17,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.schedule import FEW, HEAD_SCALES
 from uopattn.runtime.device import kind_of
 from uopattn.spec.arguments import Arguments, Sizes
-from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.shards import Devices, device_of, devices_of
 from uopattn.spec.tensors import placed
 
 ROWS = 64  # of a tile of queries: those of a block, of all heads that share a key head
@@ -46,7 +46,7 @@ def attend_packed(
   total, Hq, Hkv, S = *sizes(q)[:2], sizes(k_pages)[1], sizes(ends)[0] - 1
   ends = ends if S else ends.pad((0, 1))
   results: list[Tensor] = []
-  for size, fewest, most in parts_of(longest, max(1, Hq // max(Hkv, 1)), cast(Devices, q.device)):
+  for size, fewest, most in block_sizes(longest, max(1, Hq // max(Hkv, 1)), device_of(q)):
     blocks = QueryBlocks.of(ends, max(total, 1), size, fewest, most)
     of_blocks = attend_pages(blocks.split(q), k_pages, v_pages, blocks.arguments(arguments, q_start), backend)
     packed = [blocks.joined(x) for x in of_blocks]
@@ -85,11 +85,12 @@ def checked(
   return arguments
 
 
-def parts_of(longest: int, group: int, device: Devices) -> list[tuple[int, int, int]]:
-  """Return the parts of a call: of each the places of a block, and the fewest and the most queries of its sequences.
+def block_sizes(longest: int, group: int, device: Devices) -> list[tuple[int, int, int]]:
+  """Return the sizes of blocks in a call, each with the fewest and the most queries of the sequences that it is for.
 
-  Large blocks read keys and values less often, and small ones compute less for places without a query. A GPU overlaps
-  what waits for memory with what computes, in one part. On a CPU sequences of few queries have a kernel of their own.
+  Large blocks read keys and values less often, and small ones compute less for rows without a query. A GPU has one
+  size, so that blocks that wait for memory overlap with those that compute. A CPU has a smaller one for sequences of
+  few queries, which a kernel of their own computes.
 
   Args:
     longest: the most queries of a sequence.
@@ -105,34 +106,34 @@ def parts_of(longest: int, group: int, device: Devices) -> list[tuple[int, int, 
 
 @dataclass(frozen=True, eq=False)
 class QueryBlocks:
-  """Packed queries, of some of the sequences, in blocks of `size` places, each with queries of one sequence.
+  """Packed queries, of some of the sequences, in blocks of `size` rows, each with queries of one sequence.
 
   The blocks of sequence s begin with number cu_seqlens_q[s] // size plus the number of such sequences before it. So
-  those of the next one begin after them, wherever it ends. The last block has no query, nor have others that are left
-  over.
+  those of the next one begin after them, wherever it ends. The last block has no query, nor have those that are
+  left over.
 
   Attributes:
-    size: places of a block.
-    numbers: (blocks, 4) int32. Of each block its sequence; the number, within that, of the query in its first place;
-      the queries of the sequence, or 0 if the block has none of them; the packed query in its first place.
-    place: the place of each packed query among all blocks', (total,) int32; one of the last block for a query of none
-      of the sequences.
+    size: rows of a block.
+    numbers: (blocks, 4) int32. Of each block its sequence; the number, within that, of the query in its first row;
+      the queries of the sequence, or 0 if the block has none of them; the packed query in its first row.
+    rows: the row of each packed query among those of all blocks, (total,) int32; one of the last block for a query of
+      none of the sequences.
   """
 
   size: int
   numbers: Tensor
-  place: Tensor
+  rows: Tensor
 
   @classmethod
   def of(cls, ends: Tensor, total: int, size: int, fewest: int, most: int) -> "QueryBlocks":
-    """Find the places of the sequences with at least `fewest` and at most `most` queries.
+    """Find the rows of the sequences with at least `fewest` and at most `most` queries.
 
     Args:
       ends: `cu_seqlens_q`, (S + 1,) int32, of S >= 1 sequences.
       total: packed queries, at least 1.
       fewest: at least 1.
     """
-    S, device, ends = sizes(ends)[0] - 1, cast(Devices, ends.device), ends.clip(0, total)
+    S, device, ends = sizes(ends)[0] - 1, device_of(ends), ends.clip(0, total)
     starts, counts = ends[:-1], ends[1:] - ends[:-1]
     counts = ((counts >= fewest) & (counts <= most)).where(counts, 0)
     before = (counts > 0).cast(dtypes.int)
@@ -145,9 +146,9 @@ class QueryBlocks:
     of_query = _lookup(starts, starts + counts, query)
     first = (block - of_block(base)) * size
     numbers = of_block(Tensor.arange(S)), first, of_block(counts), of_block(starts) + first
-    place = of_query(base) * size + query - of_query(starts)
-    place = _within((of_query(counts) > 0).where(place, last * size), (last + 1) * size)
-    return cls(size, *(placed(x, device).contiguous() for x in (Tensor.stack(*numbers, dim=-1), place)))
+    rows = of_query(base) * size + query - of_query(starts)
+    rows = _within((of_query(counts) > 0).where(rows, last * size), (last + 1) * size)
+    return cls(size, *(placed(x, device).contiguous() for x in (Tensor.stack(*numbers, dim=-1), rows)))
 
   @property
   def sequence(self) -> Tensor:
@@ -156,7 +157,7 @@ class QueryBlocks:
 
   @property
   def first(self) -> Tensor:
-    """The number, within its sequence, of the query in each block's first place, (blocks,) int32."""
+    """The number, within its sequence, of the query in each block's first row, (blocks,) int32."""
     return self.numbers[:, 1]
 
   @property
@@ -172,11 +173,11 @@ class QueryBlocks:
   def joined(self, x: Tensor) -> Tensor:
     """Return (blocks, H, size, ...) as packed rows, (total, H, ...)."""
     x = x.transpose(1, 2)
-    return taken(x.reshape(-1, *sizes(x)[2:]), self.place)
+    return taken(x.reshape(-1, *sizes(x)[2:]), self.rows)
 
   def chosen(self, x: Tensor, y: Tensor) -> Tensor:
-    """Return packed rows, (total, ...): of x for queries in the blocks, and of y for all others."""
-    is_own = self.place < (sizes(self.numbers)[0] - 1) * self.size
+    """Return packed rows, (total, ...): of x for queries in the blocks, and of y for the rest."""
+    is_own = self.rows < (sizes(self.numbers)[0] - 1) * self.size
     is_own = is_own.reshape(-1, *(1 for _ in sizes(x)[1:]))
     if x.dtype != dtypes.bfloat16:
       return is_own.where(x, y)
