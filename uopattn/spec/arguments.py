@@ -116,14 +116,14 @@ def check_mask(name: str, mask: object, sizes: Sizes) -> None:
 
 
 def check_window(name: str, window: object, sizes: Sizes) -> None:
-  given = f"{name} is " + (f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window))
+  shown = f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window)
   if not isinstance(window, tuple) or len(window) != 2:
-    raise TypeError(f"{given}; it must be (left, right), each an int or None, or None")
+    raise TypeError(f"{name} is {shown}; it must be (left, right), each an int or None, or None")
   for side in window:
     if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-      raise TypeError(f"{given}; its sides must be ints or None")
+      raise TypeError(f"{name} is {shown}; its sides must be ints or None")
     if side is not None and not 0 <= side <= WIDEST:
-      raise ValueError(f"{given}; its sides must be from 0 to {WIDEST}, and None is no bound")
+      raise ValueError(f"{name} is {shown}; its sides must be from 0 to {WIDEST}, and None is no bound")
 
 
 def check_sint(name: str, x: object, B: int) -> None:
