@@ -234,7 +234,7 @@ class CacheMemory:
     k: Tensor,
     v: Tensor,
     start: int | UOp | Tensor,
-    place: Place,
+    row_map: Place,
     new: NewQueries,
     lengths: Tensor | None = None,
   ) -> Tensor | None:
@@ -257,7 +257,7 @@ class CacheMemory:
     lengths = None if lengths is None else shard_of(lengths, of_sequence)
     q = None if new.q is None else shard_of(new.q, axis)
     call, q = append_call(
-      held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
+      held, rows, start, row_map, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
     )
     shards = [x.uop.after(call) for x in (*held, *scales)]
     written = [Tensor(x if axis is None else x.unshard(axis)) for x in shards]

@@ -65,8 +65,8 @@ class Append:
     targets: the memory of keys and of values.
     row_scales: the shape of the scales of rows that it writes, (blocks, heads, rows); None if it writes none.
     sources: the new keys and values.
-    place: where the cache keeps a position.
-    tables: shapes of the int32 buffers that `place` reads.
+    row_map: which row of the memory a position has.
+    tables: shapes of the int32 buffers that `row_map` reads.
     start: the first position, the same for all sequences; None if a (B,) int32 buffer has them.
     has_lengths: whether a (B,) int32 buffer has the number of new keys of each sequence.
     head_scales: the shapes of the scales of the heads of k and of v, (B or 1, heads or 1); None if they have none.
@@ -78,7 +78,7 @@ class Append:
   targets: tuple[StridedRows, StridedRows]
   row_scales: tuple[int, int, int] | None
   sources: tuple[StridedRows, StridedRows]
-  place: Place
+  row_map: Place
   tables: tuple[tuple[int, int], ...]
   start: int | UOp | None
   has_lengths: bool
@@ -123,7 +123,7 @@ class Append:
     keys, values = map(Operand, sources, targets, row_scales, head_scales, (of_keys, None), fours)
     new = None if queries is None or rotated is None else Operand(queries, rotated, change=of_queries)
     name = f"append_{B}_{heads}_{M}_{self.sources[0].shape[3]}_{self.sources[1].shape[3]}"
-    return typed(append(keys, values, start, count, self.place, tables, (B, heads, M), name, on_cpu, new))
+    return typed(append(keys, values, start, count, self.row_map, tables, (B, heads, M), name, on_cpu, new))
 
   def estimates(self) -> Estimates:
     """Estimate the operations and bytes moved, for tinygrad's own reports."""
@@ -144,7 +144,7 @@ def append_call(
   targets: Sequence[Tensor],
   sources: Sequence[Tensor],
   start: int | UOp | Tensor,
-  place: Place,
+  row_map: Place,
   *,
   row_scales: Sequence[Tensor] = (),
   tables: Sequence[Tensor] = (),
@@ -156,16 +156,17 @@ def append_call(
 ) -> tuple[UOp, Tensor | None]:
   """Return the call of the kernel that writes new keys and values to their memory, and the queries that it returns.
 
-  A Tensor that is `.after` the call holds the new keys and values.
+  A Tensor that is `.after` the call holds the new keys and values. The description of the call and its lists of buffers
+  are made in one function, because their order must be the same.
 
   Args:
     targets: the memory of keys and of values, (blocks, heads, rows, D); see `is_memory`.
     sources: new keys and values, (B, heads, M, D) with M > 0, in the targets' dtype; or if these have 8 bits float32,
       float16 or bfloat16. On several devices all Tensors are shards, see `uopattn.spec.shards`.
     start: the position of the first; a Tensor is (B,) int32.
-    place: where the cache keeps a position.
+    row_map: which row of the memory a position has.
     row_scales: of keys and of values, (blocks, heads, rows) float32, if rows of 8 bits have scales.
-    tables: int32 Tensors that `place` reads.
+    tables: int32 Tensors that `row_map` reads.
     lengths: (B,) int32, the number of new keys of each sequence; None is M.
     head_scales: of keys and of values, (B or 1, heads or 1) float32.
     four: the format of the targets if they have 4 bits; they are (blocks, heads, rows, columns) uint8 then.
@@ -174,16 +175,14 @@ def append_call(
   """
   variables = free_variables(start)
   start = in_kernel(start) if isinstance(start, UOp) else start
-  buffers = {_buffer(x) for x in targets}
-  # Rows that may be overwritten meanwhile are copied.
-  sources = [_copied(x) if _buffer(x) in buffers else x for x in sources]
-  q = _copied(q) if q is not None and _buffer(q) in buffers else q
+  sources = [_outside(targets, x) for x in sources]
+  q = None if q is None else _outside(targets, q)
   of_targets, of_sources = (tuple(map(StridedRows.of, pair)) for pair in (targets, sources))
   call = Append(
     cast(tuple[StridedRows, StridedRows], of_targets),
     cast(tuple[int, int, int], sizes(row_scales[0])) if row_scales else None,
     cast(tuple[StridedRows, StridedRows], of_sources),
-    place,
+    row_map,
     tuple(cast(tuple[int, int], sizes(x)) for x in tables),
     None if isinstance(start, Tensor) else start,
     lengths is not None,
@@ -245,8 +244,11 @@ def _buffer(x: Tensor) -> UOp:
   return base
 
 
-def _copied(x: Tensor) -> Tensor:
-  """Return x in other memory, where `contiguous` alone may be a view: tinygrad makes no view of what is repeated."""
+def _outside(targets: Sequence[Tensor], x: Tensor) -> Tensor:
+  """Return x, copied if it may lie in the memory of the targets, which are overwritten meanwhile."""
+  if _buffer(x) not in map(_buffer, targets):
+    return x
+  # `contiguous` alone may be a view: tinygrad makes no view of what is repeated.
   return x.unsqueeze(0).expand(2, *x.shape).contiguous()[0]
 
 
