@@ -21,8 +21,8 @@ def sums(ds: Array, bias: Bias, first: int = 0) -> Array:
     first: the first query that is wanted if `Bias.count` is not 0; queries past M have gradients of 0.
   """
   M, N = ds.shape[2:]
-  others = tuple(axis for axis, kept in enumerate((bias.batches, bias.heads)) if not kept)
-  ds = ds.sum(others, keepdims=True) if others else ds
+  summed = tuple(axis for axis, kept in enumerate((bias.batches, bias.heads)) if not kept)
+  ds = ds.sum(summed, keepdims=True) if summed else ds
   if bias.places is Places.DISTANCES:
     return np.stack([np.trace(ds, x, 2, 3) for x in range(1 - M, N)], -1)[:, :, None]
   ds = ds.sum(SUMMED[bias.places], keepdims=True) if SUMMED[bias.places] else ds
