@@ -214,14 +214,14 @@ def record(rows: list[dict[str, Any]], names: list[str], args: argparse.Namespac
   devices = dict.fromkeys(row["device"] for row in rows)
   timed = {name for row in rows for name in row["limits"] if name != "read"}
   more = [name for name in {*names, *timed} if name not in machine_versions]
-  compiler = {"clang": clang_version()} if any(device.startswith("CPU") for device in devices) else {}
+  compiler = {"clang": clang_version()} if any(kind_of(device) == "CPU" for device in devices) else {}
   return {
     "format": FORMAT,
     "date": date.today().isoformat(),
     "machine": machine | {"device": " and ".join(devices), "threads": thread_count(), "load": load},
     "versions": machine_versions | versions(sorted(more)) | compiler,
     "rounds": args.rounds,
-    "mode": "bursts" if args.burst or all(device.startswith("CPU") for device in devices) else "sustained",
+    "mode": "bursts" if args.burst or all(kind_of(device) == "CPU" for device in devices) else "sustained",
     "rows": rows,
   }
 

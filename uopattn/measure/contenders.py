@@ -17,9 +17,11 @@ from uopattn.measure.problem import Problem, outputs_of
 from uopattn.measure.program import Usage
 from uopattn.measure.timing import Runner, captured, on_cpu, on_nvidia, poison, repeats, wait
 from uopattn.plan.dispatch import NoKernel, backward_on
-from uopattn.plan.gradient import GradientCall, Residuals, by_kernels
+from uopattn.plan.gradient import GradientCall, by_kernels
+from uopattn.plan.residuals import Residuals
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.machine import installed_version, thread_count
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.spec import AttentionSpec
@@ -177,7 +179,7 @@ def load_flash_attention(name: str, backward: bool) -> Contender:
   library, wanted = FLASH_ATTENTION[name], "backward" if backward else "forward"
   if wanted not in library.passes:
     raise Usage(f"--against {name}: has no {wanted} pass")
-  if Device.DEFAULT.split(":")[0] != "CUDA":
+  if kind_of(Device.DEFAULT) != "CUDA":
     raise Usage(f"--against {name}: runs on CUDA only, not on {Device.DEFAULT}")
   import_torch()
   function = importlib.import_module(library.module).flash_attn_func

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_type_hints
 
 import numpy as np
-from tinygrad import Context, Tensor, dtypes
+from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
@@ -204,8 +204,8 @@ def features_of(s: AttentionSpec) -> tuple[str, ...]:
   return tuple(sorted(dict.fromkeys(features)))
 
 
-def _kind(place: Any) -> str:
-  return "Tensor" if place is None else "int" if isinstance(place, int) else "Variable"
+def _kind(number: int | UOp | None) -> str:
+  return "Tensor" if number is None else "int" if isinstance(number, int) else "Variable"
 
 
 @dataclass(frozen=True, eq=False)
