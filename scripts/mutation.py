@@ -94,7 +94,7 @@ def changes(text: str) -> list[tuple[int, int, int, str, str]]:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[Any, str]]:
-  """Yield nodes of functions, but for the defaults of arguments, and the texts to put in their places."""
+  """Yield nodes of functions, but for the defaults of arguments, and the texts to replace them by."""
   for node in ast.iter_child_nodes(tree):
     if getattr(node, "name", "") in CHOICES or isinstance(node, ast.arguments | ast.JoinedStr):
       continue
