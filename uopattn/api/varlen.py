@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 from tinygrad import Tensor, dtypes
 
 from uopattn.api.attention import attend
-from uopattn.api.varlen_paged import attend_packed, checked
+from uopattn.api.varlen_paged import attend_packed, checked, renumbered
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.ranges import Positions, Range
@@ -213,9 +213,7 @@ def _over_packed_keys(
     bounds = key_bounds(ends_q, ends_k, M, N, arguments.masks(), starts)
     arguments = replace(arguments.without_masks(), bounds=bounds)
   if not is_empty and (arguments.score_mod is not None or arguments.mask_mod is not None):
-    score_mod, mask_mod = _of_sequences(arguments.score_mod, 1), _of_sequences(arguments.mask_mod, 0)
-    aux = (*arguments.aux, *_sequences(ends_q, ends_k, M, N))
-    arguments = replace(arguments, score_mod=score_mod, mask_mod=mask_mod, aux=aux)
+    arguments = renumbered(arguments, _within_sequences, *_sequences(ends_q, ends_k, M, N))
   out, lse = attend(q, k, v, arguments, backend)
   return out.transpose(0, 1), lse
 
@@ -308,22 +306,10 @@ def _sequences(ends_q: Tensor, ends_k: Tensor, M: int, N: int) -> tuple[Tensor, 
   return tuple(of_own(x).cast(dtypes.int).contiguous() for x in per_sequence)
 
 
-def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
-  """Turn a mod of indices within a sequence into one of packed indices. Its last three aux Tensors are `_sequences`.
-
-  Args:
-    scores: arguments before the indices: 1 for a score_mod, 0 for a mask_mod.
-  """
-
-  if mod is None:
-    return None
-
-  def packed(*args: Any) -> Any:
-    score, (_, h, i, j), aux = args[:scores], args[scores : scores + 4], args[scores + 4 : -3]
-    sequence, first_query, first_key = (x[i] for x in args[-3:])
-    return mod(*score, sequence, h, i - first_query, j - first_key, *aux)
-
-  return packed
+def _within_sequences(b: Any, h: Any, i: Any, j: Any, *sequences: Any) -> tuple[Any, ...]:
+  """Return the indices within a sequence, given packed ones and `_sequences`."""
+  sequence, first_query, first_key = (x[i] for x in sequences)
+  return sequence, h, i - first_query, j - first_key
 
 
 def _offsets(name: str, x: Offsets | None, total: int, device: Devices) -> Tensor:

@@ -197,10 +197,10 @@ class QueryBlocks:
     changes |= {name: self._of_sequences(x) for name, x in scales.items()}
     if arguments.attn_mask is not None:
       changes["attn_mask"] = self._mask(arguments.attn_mask)
-    if arguments.score_mod is not None or arguments.mask_mod is not None:
-      changes |= {"score_mod": _of_blocks(arguments.score_mod, 1), "mask_mod": _of_blocks(arguments.mask_mod, 0)}
-      changes["aux"] = (*arguments.aux, self.sequence, self.first)
-    return replace(arguments, **changes)
+    arguments = replace(arguments, **changes)
+    if arguments.score_mod is None and arguments.mask_mod is None:
+      return arguments
+    return renumbered(arguments, _within_sequence, self.sequence, self.first)
 
   def _of_sequences(self, x: Any) -> Any:
     """Return what there is one of for each sequence, for each block; a number as it is."""
@@ -234,17 +234,29 @@ def _within(x: Tensor, below: int) -> Tensor:
   return -((-x.maximum(0)).maximum(1 - below))
 
 
-def _of_blocks(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
-  """Turn a mod of indices within a sequence into one of blocks. Its last two aux Tensors are `sequence` and `first`.
+def _within_sequence(b: Any, h: Any, i: Any, j: Any, sequence: Any, first: Any) -> tuple[Any, ...]:
+  """Return the indices within a sequence, given those of a block."""
+  return sequence[b], h, first[b] + i, j
+
+
+def renumbered(arguments: Arguments, indices: Callable[..., tuple[Any, ...]], *own: Tensor) -> Arguments:
+  """Return the arguments with mods that are called with other indices.
 
   Args:
-    scores: arguments before the indices: 1 for a score_mod, 0 for a mask_mod.
+    indices: (b, h, q_idx, kv_idx, *own) -> the indices that the mods of `arguments` take.
+    own: the Tensors that `indices` reads, which are added to aux.
   """
-  if mod is None:
-    return None
 
-  def of_block(*args: Any) -> Any:
-    score, (b, h, i, j), (*aux, sequence, first) = args[:scores], args[scores : scores + 4], args[scores + 4 :]
-    return mod(*score, sequence[b], h, first[b] + i, j, *aux)
+  def changed(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
+    """Return a mod with so many arguments before its indices: 1 for a score_mod, 0 for a mask_mod."""
+    if mod is None:
+      return None
 
-  return of_block
+    def renumbered_mod(*args: Any) -> Any:
+      score, at, aux = args[:scores], args[scores : scores + 4], args[scores + 4 :]
+      return mod(*score, *indices(*at, *aux[-len(own) :]), *aux[: -len(own)])
+
+    return renumbered_mod
+
+  score_mod, mask_mod = changed(arguments.score_mod, 1), changed(arguments.mask_mod, 0)
+  return replace(arguments, score_mod=score_mod, mask_mod=mask_mod, aux=(*arguments.aux, *own))
