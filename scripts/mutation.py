@@ -308,7 +308,7 @@ def report(record: dict[str, Any]) -> str:
     "# Faults of kernels, and the cases that notice them",
     "",
     f"{len(tried)} faults, drawn with seed {record['seed']}; "
-    + ", ".join(f"{count} {what}" for what, count in counts.items())
+    + ", ".join(f"{count} {text}" for text, count in counts.items())
     + f". They were tried on {len(seconds[False])} cases of `--kinds`, of {sum(seconds[False]):.0f} seconds; "
     f"{len(seconds[True])} of these, of {sum(seconds[True]):.0f} seconds, are in the quick suite.",
     "",

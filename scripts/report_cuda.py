@@ -215,11 +215,11 @@ def compiled(text: str, arch: str, launch: Launch, shared: int) -> Compiled:
   return Compiled(arch, launch, registers, spills, stack, shared, loop, said, name)
 
 
-def figure(said: str, what: str) -> int:
-  """Return the number before `what` in ptxas' report. Raises RuntimeError if there is none."""
-  match = re.search(rf"(\d+) {what}", said)
+def figure(said: str, unit: str) -> int:
+  """Return the number before `unit` in ptxas' report. Raises RuntimeError if there is none."""
+  match = re.search(rf"(\d+) {unit}", said)
   if match is None:
-    raise RuntimeError(f"the compiler's messages have no number of {what}: {said}")
+    raise RuntimeError(f"the compiler's messages have no number of {unit}: {said}")
   return int(match[1])
 
 

@@ -137,8 +137,8 @@ def run(tools: Sequence[str], jobs: int) -> int:
     for (tool, name), (status, said) in zip(pairs, pool.map(lambda x: under(sanitizer, *x), pairs), strict=True):
       right = status == (REPORTED if name == FAULT else 0)
       all_right = all_right and right
-      what = {0: "nothing", REPORTED: "reported"}.get(status, f"exit status {status}")
-      print(f"{tool:10} {name:40} {what}{'' if right else ': wrong'}", flush=True)
+      outcome = {0: "nothing", REPORTED: "reported"}.get(status, f"exit status {status}")
+      print(f"{tool:10} {name:40} {outcome}{'' if right else ': wrong'}", flush=True)
       if not right:
         print(said, flush=True)
   return 0 if all_right else 1
