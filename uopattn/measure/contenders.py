@@ -213,7 +213,7 @@ def _on_torch(
   types: dict[DType, Any] = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
   types |= dict.fromkeys(more_dtypes, torch.float32)
 
-  def turned(x: Any) -> Any:
+  def swapped(x: Any) -> Any:
     return x.transpose(1, 2) if heads_last else x
 
   def set_up(problem: Problem) -> Runner | None:
@@ -224,7 +224,7 @@ def _on_torch(
     arrays = [numpy(x).copy() for x in inputs]
     with torchs_context() if name else nullcontext():
       tensors = [torch.from_numpy(x).to("cuda" if name else "cpu", types[s.dtype]) for x in arrays]
-      q, k, v, *do = [turned(x).contiguous() for x in tensors]
+      q, k, v, *do = [swapped(x).contiguous() for x in tensors]
       attend = attend_of(s)
     times = 1 if backward else repeats(s, MOST)
 
@@ -242,7 +242,7 @@ def _on_torch(
       return torch.autograd.grad(differentiable(), (q, k, v), do, retain_graph=True)
 
     call = gradients if backward else forward
-    runner = call, lambda: [turned(x).float().cpu().numpy() for x in call()], times
+    runner = call, lambda: [swapped(x).float().cpu().numpy() for x in call()], times
     return _served(name, torchs_runner(*runner)) if name else Runner(*runner)
 
   return set_up

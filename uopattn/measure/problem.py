@@ -132,9 +132,9 @@ def misspelt(name: str) -> str | None:
   """Return the key that a name probably misspells: similar letters, or the same ones in another order; else None."""
   if name in KEYS:
     return None
-  turned = (key for key in KEYS if len(key) > 1 and sorted(key) == sorted(name))
+  anagrams = (key for key in KEYS if len(key) > 1 and sorted(key) == sorted(name))
   alike = difflib.get_close_matches(name, [key for key in KEYS if len(key) > 3], n=1, cutoff=ALIKE)
-  return next(turned, alike[0] if alike else None)
+  return next(anagrams, alike[0] if alike else None)
 
 
 def _value(key: str, text: str) -> Any:

@@ -198,9 +198,9 @@ def append_call(
   outputs += [] if rotated is None else [rotated]
   inputs = [flat_base(name, x, rows.layout) for name, x, rows in zip("kv", sources, of_sources, strict=True)]
   inputs += [] if q is None or call.queries is None else [flat_base("q", q, call.queries.layout)]
-  others = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
-  others += [] if norm_rope is None else norm_rope.tensors
-  inputs += map(in_memory, others)
+  contiguous = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
+  contiguous += [] if norm_rope is None else norm_rope.tensors
+  inputs += map(in_memory, contiguous)
   kernel, *_ = [prepared(_graph, x, call, kind_of(target_of(x).device) == "CPU") for x in devices_of(device)]
 
   rounds = sources[0].dtype != targets[0].dtype

@@ -107,8 +107,8 @@ class Probe:
     B, Hq, Hkv, M, N, Dk, Dv = self.sizes
     dtype = self.dtype if self.stored == self.dtype else f"{self.dtype} with {self.stored} keys"
     name = f"{self.kernel} B={B} H={Hq} HKV={Hkv} M={M} N={N} D={Dk} DV={Dv} {dtype}"
-    what = [] if self.bias is None else [str(self.bias)]
-    return " ".join([name, *(x.replace(" ", "=", 1) for x in self.features), *["backward"] * self.backward, *what])
+    bias = [] if self.bias is None else [str(self.bias)]
+    return " ".join([name, *(x.replace(" ", "=", 1) for x in self.features), *["backward"] * self.backward, *bias])
 
   def schedule(self, device: str) -> Schedule:
     """Return the schedule on a device. Raises NoKernel if the device has none of this name."""
