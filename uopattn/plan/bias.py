@@ -266,7 +266,7 @@ def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
 
 
 def totals(x: Tensor, work: BiasWork) -> Tensor:
-  """Add up what belongs together in a kernel's sums: (batches, heads, queries, keys or distances)."""
+  """Add up those of a kernel's sums that are of the same element: (batches, heads, queries, keys or distances)."""
   batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
   if work.bias.places is Places.PAIRS:
     return x.reshape(batches, heads, work.M, work.N)

@@ -26,8 +26,8 @@ Kind = Literal["forward", "backward", "bias"]  # what a schedule computes: resul
 class Modules(NamedTuple):
   """The modules with the schedules of a device: of forward passes, of gradients, and of the gradients of biases.
 
-  Of the first two the first that prefers a case has it. Generic ones, which need no matrix unit, are for what the
-  others do not serve.
+  The first module that prefers a case computes its forward pass, or its gradients. Generic modules need no matrix
+  unit, and serve what the others do not.
   """
 
   forward: tuple[str, ...] = ()

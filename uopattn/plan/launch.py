@@ -227,7 +227,7 @@ def run_graph(
   gradient: Gradient | None = None,
   **options: int,
 ) -> list[Tensor]:
-  """Call a kernel that is no schedule's on buffers, and return its outputs.
+  """Call a kernel that belongs to no schedule, and return its outputs.
 
   Args:
     build: returns the graph: build(*outputs, *inputs, **options).

@@ -14,7 +14,7 @@ SUMMED = {Places.PAIRS: (), Places.QUERIES: (3,), Places.KEYS: (2,), Places.ALL:
 
 
 def sums(ds: Array, bias: Bias, first: int = 0) -> Array:
-  """Return what belongs together in the gradients of scores: (batches, heads, queries, keys or distances).
+  """Return the sums of the gradients of scores of the same element: (batches, heads, queries, keys or distances).
 
   Args:
     ds: (B, Hq, M, N).

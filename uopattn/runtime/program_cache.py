@@ -154,8 +154,8 @@ def _unpacked(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:
   """Return what `program` does.
 
   Raises:
-    RuntimeError: tinygrad made two loops of one, of which it ends only one: it simplified the number of trips in some
-      places by a condition that holds there.
+    RuntimeError: tinygrad made two loops of one, of which it ends only one: it simplified the number of trips
+      by a condition that holds at some of its uses alone.
   """
   _, linear, source, binary = lowered.src
   axes = Counter(u.arg for u in linear.src if u.op is Ops.RANGE)

@@ -188,7 +188,7 @@ def _semaphore(memory: int) -> int:
   if _LIBC.sem_init(ctypes.c_void_p(memory), 0, 0) == 0:
     return memory
   # macOS has only those with names, of at most 31 bytes. On arm64 it passes arguments of a variable number, which are
-  # those that argtypes does not list, in other places than the rest.
+  # those that argtypes does not list, elsewhere than the rest.
   sem_open, name = _LIBC.sem_open, f"/uopattn-{os.getpid()}-{secrets.token_hex(4)}".encode()
   sem_open.argtypes, sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
   address = sem_open(name, os.O_CREAT | os.O_EXCL, ctypes.c_int(0o600), ctypes.c_uint(0))

@@ -191,17 +191,17 @@ def _biased_score_mod(x: Inputs, bias: Bias) -> None:
   B, Hq, _, M, N, *_ = x.sizes
 
   def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any, slopes: Any) -> Any:
-    index = _numbers(bias, b, h, i, j, j - i + M - 1) or (0,)
+    index = _index(bias, b, h, i, j, j - i + M - 1) or (0,)
     return score + table[index] * slopes[(i + j) % len(SLOPES)]
 
-  table = x.random.standard_normal(_numbers(bias, B, Hq, M, N, M + N - 1) or (1,)).astype(np.float32)
+  table = x.random.standard_normal(_index(bias, B, Hq, M, N, M + N - 1) or (1,)).astype(np.float32)
   aux = table, SLOPES
   x.arguments |= {"score_mod": score_mod, "aux": tuple(x.tensor(y, dtypes.float32) for y in aux)}
   x.rules |= {"score_mod": score_mod, "aux": aux}
 
 
-def _numbers(bias: Bias, b: Any, h: Any, i: Any, j: Any, distance: Any) -> tuple[Any, ...]:
-  """Return those of a score's numbers by which its element of a bias goes."""
+def _index(bias: Bias, b: Any, h: Any, i: Any, j: Any, distance: Any) -> tuple[Any, ...]:
+  """Return the index of the element of a bias that a score reads."""
   by_places = {Places.PAIRS: (i, j), Places.QUERIES: (i,), Places.KEYS: (j,), Places.DISTANCES: (distance,)}
   return (*[b] * bias.batches, *[h] * bias.heads, *by_places.get(bias.places, ()))
 

@@ -130,7 +130,11 @@ class Trial:
       self.buffers[name][0].assign(x).realize()
 
   def check(self, result: list[Array]) -> list[str]:
-    """Return what is wrong with a candidate's results, those of each run one after another: the slices, and any NaN."""
+    """Return what is wrong with a candidate's results: the slices that fail the gate, and the number of NaN.
+
+    Args:
+      result: the results of each run, one after another.
+    """
     defects: list[str] = []
     names = ("dq", "dk", "dv") if self.backward else ("output", "lse")
     for run, arrays in zip(self.runs, zip(*[iter(result)] * len(names), strict=True), strict=True):
