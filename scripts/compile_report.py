@@ -32,7 +32,7 @@ from report_table import Row, line, markdown
 from uopattn.measure.program import Usage, check_writable, exit_status
 
 ROWS = (__doc__ or "").split("\n\n", 1)[1]  # the meaning of rows and columns
-PARTS = {"AMD": report_amd, "NVIDIA": report_cuda, "other GPUs": report_counted}
+REPORTS = {"AMD": report_amd, "NVIDIA": report_cuda, "other GPUs": report_counted}
 
 
 def show(title: str, columns: Mapping[str, int], rows: Iterable[Row]) -> str:
@@ -51,7 +51,7 @@ def show(title: str, columns: Mapping[str, int], rows: Iterable[Row]) -> str:
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  every = [arch for part in PARTS.values() for arch in part.ARCHES]
+  every = [arch for module in REPORTS.values() for arch in module.ARCHES]
   names = report_counted.NAMES
   parser.add_argument("arch", nargs="*", help=f"gfx..., sm_..., {', '.join(names)}; default: {' '.join(every)}")
   parser.add_argument("--H", type=int, default=32, help="heads, by which tiles are chosen (default 32)")
@@ -62,7 +62,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--markdown", metavar="FILE", help="also write the tables, without and with a causal mask")
   args = parser.parse_args(words)
   for arch in args.arch:
-    if not any(part.serves(arch) for part in PARTS.values()):
+    if not any(module.serves(arch) for module in REPORTS.values()):
       parser.error(
         f"{arch!r} is no target; accepted are {', '.join(names)}, and gfx... of AMD and sm_... of NVIDIA, such as "
         f"{', '.join(report_amd.ARCHES + report_cuda.ARCHES)}"
@@ -79,19 +79,19 @@ def report(args: argparse.Namespace, command: str = "scripts/compile_report") ->
     check_writable(f"--markdown {args.markdown}", args.markdown)
   tables = []
   cases = [(D, causal) for D in args.D for causal in ((False, True) if args.markdown else (args.causal,))]
-  for vendor, part in PARTS.items():
-    arches = [x for x in args.arch if part.serves(x)] if args.arch else part.ARCHES
+  for vendor, module in REPORTS.items():
+    arches = [x for x in args.arch if module.serves(x)] if args.arch else module.ARCHES
     if not arches:
       continue
-    if part is report_cuda and report_cuda.compiler() is None:
+    if module is report_cuda and report_cuda.compiler() is None:
       if args.arch:
         raise Usage(report_cuda.NONE)
       print(report_cuda.NONE)
       continue
     for D, causal in cases:
-      rows = part.rows(arches, args.H, args.M, args.N, D, causal)
-      tables.append(show(f"{vendor}, D={D}{', causal' * causal}", part.COLUMNS, rows))
-    if part is report_cuda and sass.disassembler() is None:
+      rows = module.rows(arches, args.H, args.M, args.N, D, causal)
+      tables.append(show(f"{vendor}, D={D}{', causal' * causal}", module.COLUMNS, rows))
+    if module is report_cuda and sass.disassembler() is None:
       print(sass.NONE)
   if args.markdown:
     about = f"# Compile report\n\nWritten on {datetime.date.today()} by\n\n```sh\n{command}\n```\n\n{ROWS}"

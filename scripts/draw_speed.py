@@ -38,8 +38,8 @@ def draw(path: Path, results: Path) -> int:
   axis = figure.subplots()
   y = 0.0
   for machine, head in HEADS.items():
-    place: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "backgroundcolor": "white"}
-    axis.text(-0.3, y, head, weight="bold", va="center", **place)
+    style: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "backgroundcolor": "white"}
+    axis.text(-0.3, y, head, weight="bold", va="center", **style)
     y += 1.1
     for case in (case for case in CASES if case.machine == machine):
       _draw_case(axis, y, case, case.row(records))

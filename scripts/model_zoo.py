@@ -196,7 +196,7 @@ class WhisperEncoder:
 
 
 class UNetBlock:
-  """Stable Diffusion's transformer: self-attention of a picture's places, and attention to a text."""
+  """Stable Diffusion's transformer: self-attention of a picture's positions, and attention to a text."""
 
   def __init__(self, width: int, heads: int, of: int):
     self.norm, self.block = nn.GroupNorm(8, width), Block(width, heads, of=of)

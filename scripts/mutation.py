@@ -94,7 +94,7 @@ def changes(text: str) -> list[tuple[int, int, int, str, str]]:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[Any, str]]:
-  """Yield nodes of functions, but for the defaults of arguments, and the texts to put in their places."""
+  """Yield nodes of functions, but for the defaults of arguments, and the texts to replace them by."""
   for node in ast.iter_child_nodes(tree):
     if getattr(node, "name", "") in CHOICES or isinstance(node, ast.arguments | ast.JoinedStr):
       continue
@@ -308,7 +308,7 @@ def report(record: dict[str, Any]) -> str:
     "# Faults of kernels, and the cases that notice them",
     "",
     f"{len(tried)} faults, drawn with seed {record['seed']}; "
-    + ", ".join(f"{count} {what}" for what, count in counts.items())
+    + ", ".join(f"{count} {text}" for text, count in counts.items())
     + f". They were tried on {len(seconds[False])} cases of `--kinds`, of {sum(seconds[False]):.0f} seconds; "
     f"{len(seconds[True])} of these, of {sum(seconds[True]):.0f} seconds, are in the quick suite.",
     "",

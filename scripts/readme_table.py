@@ -50,7 +50,7 @@ def _row(row: dict[str, Any], names: Sequence[str], limits: Sequence[str], unit:
   ours = row["contenders"]["uopattn"]
   cells = [problem(row), kind(row), _speed(ours, unit)]
   cells.append(f"{ours['spread']:.0%}" if ours["correct"] else "")
-  cells += [_part(ours, by) for by in limits]
+  cells += [_share_cell(ours, by) for by in limits]
   cells.append(f"{ours['error']:.1e}")
   for name in names:
     theirs, ratio = row["contenders"].get(name), row["ratios"].get(name)
@@ -59,7 +59,7 @@ def _row(row: dict[str, Any], names: Sequence[str], limits: Sequence[str], unit:
   return _line(cells)
 
 
-def _part(contender: dict[str, Any], by: str) -> str:
+def _share_cell(contender: dict[str, Any], by: str) -> str:
   """Return the share of a limit as a cell; for a read, the cell also has the speed in GB/s."""
   if by not in _share(contender):
     return ""
@@ -93,12 +93,12 @@ def caption(record: dict[str, Any], file: str) -> str:
 
 def tables(records: Mapping[str, Record], plots: Container[str] = ()) -> str:
   """Return the caption and table of each record, by file name, followed by its plot if that is among `plots`."""
-  parts = []
+  sections = []
   for name, record in records.items():
     plot = f"{name.removesuffix('.json')}.png"
-    parts.append(f"{caption(record, name)}\n\n{table(record)}\n\n")
-    parts.append(f"![Speed over N]({plot})\n\n" * (plot in plots))
-  return "".join(parts)
+    sections.append(f"{caption(record, name)}\n\n{table(record)}\n\n")
+    sections.append(f"![Speed over N]({plot})\n\n" * (plot in plots))
+  return "".join(sections)
 
 
 def summary(records: Mapping[str, Record], cases: Sequence[Case] = CASES) -> str:

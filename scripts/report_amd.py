@@ -129,10 +129,10 @@ def launches(arch: str, dtype: str, M: int, N: int, D: int, causal: bool, backwa
   masks = Window.of(None, 0 if causal else None)
   spec = AttentionSpec(1, 1, 1, M, N, D, D, ALL_TYPES[dtype], D**-0.5, masks=masks)
   try:
-    found = kernels_of(spec, Machine("AMD", arch), backward)
+    named = kernels_of(spec, Machine("AMD", arch), backward)
   except NoKernel:
     return []
-  return [(name, launch) for name, launch in found if isinstance(launch.tiles, AnyTiles)]
+  return [(name, launch) for name, launch in named if isinstance(launch.tiles, AnyTiles)]
 
 
 def source(launch: Launch) -> str:
@@ -291,8 +291,8 @@ def rows(arches: Sequence[str], _heads: int, M: int, N: int, D: int, causal: boo
   for arch in arches:
     for backward in (False, True):
       for dtype in types(arch, backward):
-        found = launches(arch, dtype, M, N, D, causal, backward)
-        if not found:
+        named = launches(arch, dtype, M, N, D, causal, backward)
+        if not named:
           yield Row(f"{arch:7} {'grads' if backward else 'fwd':5} {dtype:8} no tile", ())
-        for kernel, launch in found:
+        for kernel, launch in named:
           yield row(kernel, arch, dtype, measure(launch))

@@ -127,17 +127,17 @@ def count(name: str, launch: Launch) -> Counted:
   return Counted(name, launch, sizes[AddrSpace.REG] // 4, sizes[AddrSpace.LOCAL], loop)
 
 
-def row(what: str, dtype: str, c: Counted) -> Row:
+def row(kernel: str, dtype: str, c: Counted) -> Row:
   """Return a row of the table."""
   t: Any = c.launch.tiles
-  rows, block = (t.block_m, t.block_n) if what == "fwd" else (t.rows, t.block)
+  rows, block = (t.block_m, t.block_n) if kernel == "fwd" else (t.rows, t.block)
   cells = (c.words, c.shared, f"{c.each:.1f}", *(c.loop[x] for x in KINDS))
-  return Row(f"{c.target:6} {what:6} {dtype:8} {rows}x{block}", cells)
+  return Row(f"{c.target:6} {kernel:6} {dtype:8} {rows}x{block}", cells)
 
 
 def rows(names: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
   """Yield a row for each target, dtype and kernel of both passes. Raises NoKernel."""
   for name in names:
     for dtype in TYPES:
-      for what, launch in launches(name, dtype, H, M, N, D, causal):
-        yield row(what, dtype, count(name, launch))
+      for kernel, launch in launches(name, dtype, H, M, N, D, causal):
+        yield row(kernel, dtype, count(name, launch))

@@ -27,7 +27,7 @@ from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target, lds_limit
 from uopattn.plan.dispatch import dispatch, stages
 from uopattn.plan.launch import Launch
-from uopattn.runtime.cuda import SharedRenderer, shared_places
+from uopattn.runtime.cuda import SharedRenderer, shared_offsets
 from uopattn.spec.spec import AttentionSpec
 
 ARCHES = ("sm_80", "sm_89", "sm_90")
@@ -135,7 +135,7 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, L
   """
   launch = next(x for x in stages(dispatch(spec, Target("CUDA", arch), tiles)) if "tiles" in x.kernel.params)
   kernel = launch.graph()
-  return rendered(kernel, arch), launch, shared_places(tuple(kernel.toposort()))[1]
+  return rendered(kernel, arch), launch, shared_offsets(tuple(kernel.toposort()))[1]
 
 
 def rendered(kernel: UOp, arch: str) -> str:
@@ -215,11 +215,11 @@ def compiled(text: str, arch: str, launch: Launch, shared: int) -> Compiled:
   return Compiled(arch, launch, registers, spills, stack, shared, loop, said, name)
 
 
-def figure(said: str, what: str) -> int:
-  """Return the number before `what` in ptxas' report. Raises RuntimeError if there is none."""
-  match = re.search(rf"(\d+) {what}", said)
+def figure(said: str, unit: str) -> int:
+  """Return the number before `unit` in ptxas' report. Raises RuntimeError if there is none."""
+  match = re.search(rf"(\d+) {unit}", said)
   if match is None:
-    raise RuntimeError(f"the compiler's messages have no number of {what}: {said}")
+    raise RuntimeError(f"the compiler's messages have no number of {unit}: {said}")
   return int(match[1])
 
 

@@ -1,4 +1,4 @@
-"""What the parts of the compile report share: the kernels of a pass, their tables, and kinds of instructions."""
+"""What the compile reports of all vendors share: the kernels of a pass, their tables, and kinds of instructions."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -24,6 +24,7 @@ from tinygrad import Device, Tensor, dtypes
 from uopattn import attention, flash
 from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.measure.program import Usage, default_target, exit_status, take_device
+from uopattn.runtime.device import kind_of
 
 REPORTED = 9  # exit status of compute-sanitizer if its tool reports anything
 LIMIT = 600  # seconds per case
@@ -125,7 +126,7 @@ def run(tools: Sequence[str], jobs: int) -> int:
   """Run every case under every tool; return 1 if a tool reports a kernel of ours, or misses its fault."""
   take_device("sanitize")
   target = default_target()
-  if Device.DEFAULT.split(":")[0] != "CUDA":
+  if kind_of(Device.DEFAULT) != "CUDA":
     raise Usage(f"compute-sanitizer needs a GPU through CUDA's driver, and the device is {target}; set DEV=CUDA")
   sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{SANITIZER}")
   if sanitizer is None:
@@ -136,8 +137,8 @@ def run(tools: Sequence[str], jobs: int) -> int:
     for (tool, name), (status, said) in zip(pairs, pool.map(lambda x: under(sanitizer, *x), pairs), strict=True):
       right = status == (REPORTED if name == FAULT else 0)
       all_right = all_right and right
-      what = {0: "nothing", REPORTED: "reported"}.get(status, f"exit status {status}")
-      print(f"{tool:10} {name:40} {what}{'' if right else ': wrong'}", flush=True)
+      outcome = {0: "nothing", REPORTED: "reported"}.get(status, f"exit status {status}")
+      print(f"{tool:10} {name:40} {outcome}{'' if right else ': wrong'}", flush=True)
       if not right:
         print(said, flush=True)
   return 0 if all_right else 1

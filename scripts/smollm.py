@@ -183,7 +183,7 @@ def load(path: Path | None = None) -> SmolLM:
 
 
 def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-  """Build the byte-level BPE tokenizer of a GGUF with `tokenizer.ggml.pre` smollm: GPT-2's, with every digit apart."""
+  """Build the byte-level BPE tokenizer of a GGUF with `tokenizer.ggml.pre` smollm: GPT-2's, each digit by itself."""
   tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
   merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
   bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))

@@ -76,8 +76,8 @@ def unit_of(row: Record) -> str:
 
 def ratios(row: Record) -> dict[str, float]:
   """Return how many times as fast as each correct contender ours is, fastest contender first."""
-  others = {n: c for n, c in row["contenders"].items() if n != "uopattn" and c["correct"]}
-  best_first = sorted(others, key=lambda name: -others[name]["gflops"])
+  correct = {n: c for n, c in row["contenders"].items() if n != "uopattn" and c["correct"]}
+  best_first = sorted(correct, key=lambda name: -correct[name]["gflops"])
   return {name: row["ratios"][name]["paired"] for name in best_first}
 
 

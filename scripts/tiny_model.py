@@ -55,7 +55,7 @@ class Text:
     return cls.of("the Zen of Python", codecs.decode(this.s, "rot13"))
 
   def batch(self, rows: int, length: int, rng: np.random.Generator) -> Array:
-    """Return pieces of the text from random places, (rows, length).
+    """Return pieces of the text from random offsets, (rows, length).
 
     Raises ValueError if the text is shorter than `length`.
     """

@@ -49,11 +49,11 @@ def with_cards(old: Iterable[Card], new: Iterable[Card]) -> list[Card]:
   """
   entries: dict[tuple[str, str, str], Card] = {}
   for x in (*old, *new):
-    place = (x["device"], x["arch"], x["name"])
-    before = entries.get(place, x)
+    key = (x["device"], x["arch"], x["name"])
+    before = entries.get(key, x)
     same = all(before[name] == x[name] for name in ("uopattn", "tinygrad"))
-    entries[place] = {**x, "kernels": sorted({*x["kernels"], *(before["kernels"] if same else ())})}
-  return [entries[place] for place in sorted(entries)]
+    entries[key] = {**x, "kernels": sorted({*x["kernels"], *(before["kernels"] if same else ())})}
+  return [entries[key] for key in sorted(entries)]
 
 
 def row(record: Iterable[Card]) -> str:
@@ -72,9 +72,9 @@ def with_row(readme: str, record: Iterable[Card]) -> str:
     Usage: the README has no such row.
   """
   lines = readme.split("\n")
-  if (places := [i for i, x in enumerate(lines) if x.startswith(ROW)]) == []:
+  if (numbers := [i for i, x in enumerate(lines) if x.startswith(ROW)]) == []:
     raise Usage(f"README.md has no row that begins with {ROW!r}")
-  lines[places[0]] = row(record)
+  lines[numbers[0]] = row(record)
   return "\n".join(lines)
 
 

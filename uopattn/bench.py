@@ -151,8 +151,8 @@ def bench_row(
   reports = {name: check(runner.result()) for name, runner in runners.items()}
   right = [name for name in runners if all(r.correct for r in reports[name])]
   most = limit(s)
-  turns = {} if most is None else {f"limit {most.name}": most.runner}
-  timed = {name: runners[name] for name in right[:1]} | turns | {name: runners[name] for name in right[1:]}
+  of_limit = {} if most is None else {f"limit {most.name}": most.runner}
+  timed = {name: runners[name] for name in right[:1]} | of_limit | {name: runners[name] for name in right[1:]}
   with sampled([] if on_cpu() else range(config.gpus)) as state:
     times = alternate(timed, rounds, BURSTS if burst else None)
   moved = s.kv_bytes if most is not None and most.moved else 0
@@ -348,8 +348,8 @@ def bench(args: argparse.Namespace) -> int:
     status = 130
   finally:  # also write the rows before one that failed
     if args.json and rows:
-      others = [name for on_device in contenders.values() for name in on_device if name != "uopattn"]
-      Path(args.json).write_text(json.dumps(record(rows, others, args, busy), indent=1) + "\n")
+      libraries = [name for on_device in contenders.values() for name in on_device if name != "uopattn"]
+      Path(args.json).write_text(json.dumps(record(rows, libraries, args, busy), indent=1) + "\n")
     if args.plot and rows:
       plot(rows, args.plot)
   return status

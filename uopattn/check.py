@@ -113,16 +113,16 @@ def main() -> int:
   args = parser.parse_args()
 
   def job() -> int:
-    others = [_read(x) for x in args.compare or ()]
-    if len(others) > 2:
-      raise Usage(f"--compare takes one file or two, and was given {len(others)}")
-    if len(others) == 2:
-      print(compared(*others))
+    reports = [_read(x) for x in args.compare or ()]
+    if len(reports) > 2:
+      raise Usage(f"--compare takes one file or two, and was given {len(reports)}")
+    if len(reports) == 2:
+      print(compared(*reports))
       return 0
     if args.json:
       check_writable(f"--json {args.json}", args.json)
     take_device("uopattn.check")
-    return run(args.kernel, args.jobs, args.quick, not args.no_speed, args.json, others[0] if others else None)
+    return run(args.kernel, args.jobs, args.quick, not args.no_speed, args.json, reports[0] if reports else None)
 
   return exit_status("uopattn.check", job)
 

@@ -108,11 +108,11 @@ def against(schedule: Schedule, target: Target) -> str:
   return f"serves only what {taken(schedule, spec, target)} does not"
 
 
-def others(default: str) -> Iterator[str]:
+def other_targets(default: str) -> Iterator[str]:
   """Yield the targets of the other devices that have kernels, or why a device cannot be used.
 
   Args:
-    default: the default device, which is skipped; its name may have more parts than the device's kind.
+    default: the default device, which is skipped; its name may also have a number and a renderer.
   """
   for device in (kind for kind in kinds_with_kernels() if kind != kind_of(default)):
     try:
@@ -138,7 +138,7 @@ def report() -> int:
     line("device", shown(target, Device.DEFAULT))
   except (Usage, NoCompiler) as error:
     line("device", f"none: {reason(error)}")
-  for text in others(DEV.device if target is None else Device.DEFAULT):
+  for text in other_targets(DEV.device if target is None else Device.DEFAULT):
     line("another", text)
   if target is None:
     return 2

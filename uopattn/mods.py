@@ -143,15 +143,15 @@ def prefix_lm(length: int) -> Mask:
   return mask
 
 
-def document(place: int = 0) -> Mask:
+def document(index: int = 0) -> Mask:
   """Show keys of the query's own document.
 
   Args:
-    place: aux[place] holds the document id of each position, (N,) or (B, N) integers.
+    index: aux[index] holds the document id of each position, (N,) or (B, N) integers.
 
   Raises:
-    TypeError: place is not an int; or in the call of attention or `BlockMask.of`, aux[place] has another dtype.
-    ValueError: place is negative; or in the call, there is no aux[place], or it has another number of axes.
+    TypeError: index is not an int; or in the call of attention or `BlockMask.of`, aux[index] has another dtype.
+    ValueError: index is negative; or in the call, there is no aux[index], or it has another number of axes.
 
   Example:
     >>> from tinygrad import Tensor
@@ -167,11 +167,11 @@ def document(place: int = 0) -> Mask:
     ·····█
   """
 
-  check_size("place", place, 0)
+  check_size("index", index, 0)
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     what = "the document of each position, (N,) or (B, N) integers"
-    documents = _read(aux, place, "document", what, (1, 2), dtypes.ints)
+    documents = _read(aux, index, "document", what, (1, 2), dtypes.ints)
     if documents.ndim == 1:
       return documents[q_idx] == documents[kv_idx]
     return documents[b, q_idx] == documents[b, kv_idx]
@@ -282,11 +282,11 @@ def _sides(name: str, x: object) -> tuple[int, int]:
   return height, width
 
 
-def alibi(place: int = 0) -> Score:
+def alibi(index: int = 0) -> Score:
   """Subtract slope * |q_idx - kv_idx| from the score (Press et al., ALiBi, 2022).
 
   Args:
-    place: aux[place] holds the slope of each head, (Hq,) floats; see `alibi_slopes`.
+    index: aux[index] holds the slope of each head, (Hq,) floats; see `alibi_slopes`.
 
   Raises:
     TypeError, ValueError: as in `document`.
@@ -309,10 +309,10 @@ def alibi(place: int = 0) -> Score:
     >>> (last - out[:, :, 49:]).abs().max().item() < 1e-5
     True
   """
-  check_size("place", place, 0)
+  check_size("index", index, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    slopes = _read(aux, place, "alibi", "the slope of each head, (Hq,) floats", (1,), dtypes.floats)
+    slopes = _read(aux, index, "alibi", "the slope of each head, (Hq,) floats", (1,), dtypes.floats)
     return score - slopes[h] * (q_idx - kv_idx).abs()
 
   return score_mod
@@ -340,11 +340,11 @@ def alibi_slopes(heads: int) -> list[float]:
   return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
 
 
-def relative_bias(place: int = 0) -> Score:
+def relative_bias(index: int = 0) -> Score:
   """Add a learned bias per head and difference kv_idx - q_idx (Shaw et al., 2018).
 
   Args:
-    place: aux[place] is (Hq, 2 * reach + 1) floats; [h, reach + kv_idx - q_idx] is added. Keys farther away than
+    index: aux[index] is (Hq, 2 * reach + 1) floats; [h, reach + kv_idx - q_idx] is added. Keys farther away than
       `reach` use the first or the last column.
 
   Raises:
@@ -358,23 +358,23 @@ def relative_bias(place: int = 0) -> Score:
     >>> attention(q, k, v, score_mod=mods.relative_bias(), aux=(bias,)).realize().shape
     (1, 2, 50, 16)
   """
-  check_size("place", place, 0)
+  check_size("index", index, 0)
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     what = "what is added, (Hq, 2 * reach + 1) floats"
-    bias = _read(aux, place, "relative_bias", what, (2,), dtypes.floats)
+    bias = _read(aux, index, "relative_bias", what, (2,), dtypes.floats)
     last = bias.shape[1] - 1
     if last % 2:
-      raise AuxError(f"aux[{place}] has shape {bias.shape}; mods.relative_bias({place}) reads {what}: an odd number")
+      raise AuxError(f"aux[{index}] has shape {bias.shape}; mods.relative_bias({index}) reads {what}: an odd number")
     return score + bias[h, (kv_idx - q_idx + last // 2).clip(0, last)]
 
   return score_mod
 
 
 def _read(
-  aux: tuple[Any, ...], place: int, name: str, what: str, dimensions: tuple[int, ...], accepted: tuple[DType, ...]
+  aux: tuple[Any, ...], index: int, name: str, what: str, dimensions: tuple[int, ...], accepted: tuple[DType, ...]
 ) -> Any:
-  """Return aux[place] for the mod `name`.
+  """Return aux[index] for the mod `name`.
 
   Args:
     what: what it holds, for messages.
@@ -385,13 +385,13 @@ def _read(
     AuxError: there is none, or it has another number of axes.
     AuxTypeError: it has another dtype.
   """
-  if place >= len(aux):
-    raise AuxError(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
-  x = aux[place]
+  if index >= len(aux):
+    raise AuxError(f"mods.{name}({index}) reads aux[{index}], {what}; aux holds {len(aux)} Tensors")
+  x = aux[index]
   if x.ndim not in dimensions:
-    raise AuxError(f"aux[{place}] has shape {x.shape}; mods.{name}({place}) reads {what}")
+    raise AuxError(f"aux[{index}] has shape {x.shape}; mods.{name}({index}) reads {what}")
   if isinstance(x.dtype, DType) and x.dtype not in accepted:
-    raise AuxTypeError(f"aux[{place}] has dtype {dtype_name(x.dtype)}; mods.{name}({place}) reads {what}")
+    raise AuxTypeError(f"aux[{index}] has dtype {dtype_name(x.dtype)}; mods.{name}({index}) reads {what}")
   return x
 
 

@@ -17,7 +17,7 @@ from tinygrad import Context, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine.realize import runtime_cache
 
 from uopattn import BlockMask, attention_varlen
-from uopattn.api.varlen_paged import QueryBlocks, parts_of
+from uopattn.api.varlen_paged import QueryBlocks, block_sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.proof.gate import Gate, numpy
 
@@ -88,8 +88,8 @@ class Case:
 
   def keys(self, x: Tensor, s: int) -> Array:
     """(1, Hkv, keys, D): the keys or the values of a sequence."""
-    page, row = np.divmod(np.arange(self.lengths[s]), self.page_size)
-    found = numpy(x)[self.table[s, page], :, row]
+    positions = np.arange(self.lengths[s])
+    found = numpy(x)[self.table[s, positions // self.page_size], :, positions % self.page_size]
     return found.swapaxes(0, 1)[None]
 
   def compare(self, out: Tensor, lse: Tensor, q_start: list[int] | int | None = None, **options: Any) -> None:
@@ -194,18 +194,18 @@ def test_mods_have_the_indices_of_a_sequence(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 def test_dropout_goes_by_blocks(backend: str) -> None:
-  """Each part draws its seed, and has the weights of the places of its blocks."""
+  """Each size of blocks draws its own seed, and has the weights of the rows of its blocks."""
   case = Case(*SMALL, max_pages=6)
   total = sum(SMALL[0])
   Tensor.manual_seed(5)
   kept = np.ones((HQ, total, COLUMNS), bool)
-  for size, fewest, most in parts_of(total, HQ // HKV, "CPU"):
+  for size, fewest, most in block_sizes(total, HQ // HKV, "CPU"):
     blocks = QueryBlocks.of(case.ints(case.ends), total, size, fewest, most)
-    count, place = int(blocks.numbers.shape[0]), blocks.place.numpy()
+    count, rows = int(blocks.numbers.shape[0]), blocks.rows.numpy()
     first, second = (int(x) for x in draw_seed("CPU").numpy())
     own = kept_by_seed((first, second), count, HQ, size, COLUMNS)
-    rows = place < (count - 1) * size
-    kept[:, rows] = own[place[rows] // size, :, place[rows] % size].swapaxes(0, 1)
+    is_own = rows < (count - 1) * size
+    kept[:, is_own] = own[rows[is_own] // size, :, rows[is_own] % size].swapaxes(0, 1)
   Tensor.manual_seed(5)
   with Context(TRAINING=1):
     results = case.run(backend=backend, dropout_p=P, is_causal=True)
@@ -315,30 +315,30 @@ def test_blocks_hold_each_query_once_and_one_sequence_each(size: int) -> None:
     for fewest, most in ((1, total), (1, 9), (10, total)):
       blocks = QueryBlocks.of(Tensor(starts, dtype=dtypes.int), total, min(size, most), fewest, most)
       sequence, first, count, query = blocks.numbers.numpy().T
-      place, last = blocks.place.numpy(), len(sequence) - 1
+      rows, last = blocks.rows.numpy(), len(sequence) - 1
       assert count[-1] == 0
       taken = np.zeros(total, bool)
       for s, n in enumerate(counts):
-        of_part = n if fewest <= n <= most else 0
-        assert np.count_nonzero((sequence == s) & (count > 0)) == -(-of_part // blocks.size)
-        taken[starts[s] : starts[s] + of_part] = True
-        block, offset = np.divmod(place[starts[s] : starts[s] + of_part], blocks.size)
+        own = n if fewest <= n <= most else 0
+        assert np.count_nonzero((sequence == s) & (count > 0)) == -(-own // blocks.size)
+        taken[starts[s] : starts[s] + own] = True
+        block, offset = np.divmod(rows[starts[s] : starts[s] + own], blocks.size)
         assert (sequence[block] == s).all()
-        assert (first[block] + offset == np.arange(of_part)).all()
-        assert (query[block] + offset == starts[s] + np.arange(of_part)).all()
+        assert (first[block] + offset == np.arange(own)).all()
+        assert (query[block] + offset == starts[s] + np.arange(own)).all()
         assert (count[block] == n).all()
-      assert len(set(place[taken])) == taken.sum()
-      assert (place[~taken] // blocks.size == last).all()
+      assert len(set(rows[taken])) == taken.sum()
+      assert (rows[~taken] // blocks.size == last).all()
 
 
 def test_parts_have_each_number_of_queries_once() -> None:
   for device in ("CPU", "CPU:1", "CUDA", ("AMD", "AMD:1")):
     for longest in (1, 7, 8, 9, 64, 500):
       for group in (1, 3, 4, 8, 100):
-        parts = parts_of(longest, group, device)
-        covered = [n for _, fewest, most in parts for n in range(fewest, most + 1)]
+        sizes = block_sizes(longest, group, device)
+        covered = [n for _, fewest, most in sizes for n in range(fewest, most + 1)]
         assert covered == list(range(1, longest + 1))
-        assert all(1 <= size <= min(64, longest) for size, *_ in parts)
+        assert all(1 <= size <= min(64, longest) for size, *_ in sizes)
 
 
 def test_sequences_of_more_queries_than_said_give_zero() -> None:
@@ -356,9 +356,9 @@ def test_sequences_of_more_queries_than_said_give_zero() -> None:
 def test_wrong_offsets_stay_within_bounds(cu: list[int]) -> None:
   for size, fewest, most in ((8, 1, 90), (8, 1, 8), (64, 9, 90)):
     blocks = QueryBlocks.of(Tensor(cu, dtype=dtypes.int), 90, size, fewest, most)
-    place = blocks.place.numpy()
-    assert place.min() >= 0
-    assert place.max() < int(blocks.numbers.shape[0]) * size
+    rows = blocks.rows.numpy()
+    assert rows.min() >= 0
+    assert rows.max() < int(blocks.numbers.shape[0]) * size
   with on("sm_80"):  # where each access is checked
     case = Case([50, 40], [60, 60], device="EMU", dtypes_=(dtypes.float16, dtypes.float16))
     case.ends = cu

@@ -3,7 +3,7 @@
 import pytest
 from tinygrad import UOp
 
-from uopattn.kernels.append import RowMap, NewKey, Ring, Rows
+from uopattn.kernels.append import NewKey, Ring, RowMap, Rows
 
 
 def kept(place: RowMap, start: int, count: int) -> dict[int, int]:

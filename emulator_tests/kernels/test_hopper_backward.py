@@ -25,7 +25,7 @@ from uopattn.kernels import hopper_fused_backward
 from uopattn.kernels.hopper_fused_backward import Tiles
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.tiles import hopper
-from uopattn.runtime.cuda import shared_places
+from uopattn.runtime.cuda import shared_offsets
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
@@ -233,6 +233,6 @@ def test_shared_memory_is_counted(D: int, stages: int) -> None:
   target = Target("CUDA", "sm_90")
   launch = dispatch_backward(replace(SPEC, Dk=D, Dv=D), target)[1]
   tiles = replace(launch.tiles, stages=stages)
-  used = shared_places(tuple(replace(launch, tiles=tiles).graph().toposort()))[1]
+  used = shared_offsets(tuple(replace(launch, tiles=tiles).graph().toposort()))[1]
   assert tiles.shared_bytes(D, D) == used <= target.lds
   assert tiles in hopper.fused_backward(launch.spec, target)

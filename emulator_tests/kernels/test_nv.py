@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Run, AttentionSpec]] = {
 
 def shared_memory(launch: Launch) -> int:
   """Bytes of dynamic shared memory that a kernel uses."""
-  return cuda.shared_places(tuple(launch.graph().toposort()))[1]
+  return cuda.shared_offsets(tuple(launch.graph().toposort()))[1]
 
 
 def start_of_shared_memory(program: NVProgram, cubin: bytes) -> int:

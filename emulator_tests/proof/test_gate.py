@@ -194,7 +194,7 @@ def test_a_factor_below_the_rounding_noise_is_seen(dtype, factor: float) -> None
 def test_a_factor_of_one_head_is_seen_and_named(dtype) -> None:
   report = faint(dtype, lambda out: out * np.where(np.arange(HEADS) == 2, 1.003, 1)[:, None, None])
   (fault,) = (fault for fault in report.faults if fault.kind == "head")
-  assert fault.place == (0, 2)
+  assert fault.index == (0, 2)
   assert fault.size == pytest.approx(0.003, rel=0.2)
   assert f"head (0, 2) is too large, as a share of itself, by {fault.size:.3g} (bound " in str(report)
   assert report.record()["faults"]
@@ -208,7 +208,7 @@ def test_an_element_off_by_a_third_of_the_deviation_is_seen(place: tuple[int, ..
     return out
 
   (fault,) = (fault for fault in faint(dtype, mistake).faults if fault.kind == "element")
-  assert fault.place == place
+  assert fault.index == place
 
 
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
@@ -224,7 +224,7 @@ def test_one_key_of_many_left_out_of_the_product_is_seen(M: int, dtype) -> None:
 
   assert faint(dtype, lambda out: out, (q, k, v)).correct
   (fault,) = (fault for fault in faint(dtype, mistake, (q, k, v)).faults if fault.kind == "key")
-  assert fault.place == (0, 1, left_out)
+  assert fault.index == (0, 1, left_out)
   assert fault.size == pytest.approx(-1, abs=0.2)
 
 
@@ -236,7 +236,7 @@ def test_a_tile_of_keys_that_counts_too_much_is_seen(dtype, factor: float) -> No
   weights = np.exp(q @ k[:, :, tile].swapaxes(-1, -2) * HEAD_SIZE**-0.5 - oracle(q, k, v)[1][..., None])
   report = faint(dtype, lambda out: out + (factor - 1) * weights @ v[:, :, tile])
   assert kinds(report) == {"tile"}
-  assert report.faults[0].place[2] == 3
+  assert report.faults[0].index[2] == 3
 
 
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)

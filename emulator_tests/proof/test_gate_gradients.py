@@ -152,7 +152,7 @@ def test_faint_mistakes_are_seen(dtype: Any) -> None:
     (of_one_element, "element", (0, 1, 5, 7)),
   ):
     for report in faint(dtype, mistake):
-      found = {fault.kind: fault.place for fault in report.faults}
+      found = {fault.kind: fault.index for fault in report.faults}
       assert kind in found, report
       assert place is None or found[kind] == place
 
@@ -172,7 +172,7 @@ def test_one_of_many_terms_left_out_is_seen(dtype: Any) -> None:
   found["v"][0, 1] -= np.outer(p[left_out], do[0, h, left_out])
   for report in gate.reports(**{n: of_type(x, dtype) for n, x in found.items()}):
     (fault,) = (fault for fault in report.faults if fault.kind in ("key", "query"))
-    assert fault.place == (0, h, left_out), report
+    assert fault.index == (0, h, left_out), report
     assert fault.size == pytest.approx(-1, abs=0.3)
 
 

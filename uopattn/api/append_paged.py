@@ -1,6 +1,6 @@
 """`append_paged`: new keys and values, written into the pages of a KV cache."""
 
-from typing import Any, Unpack, cast, overload
+from typing import Any, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 
@@ -13,9 +13,9 @@ from uopattn.dsl.schedule import DTYPES, DTYPES_8, DTYPES_16_32
 from uopattn.kernels.append import PagedRows
 from uopattn.plan.append import append_call, is_memory, is_same_memory
 from uopattn.plan.launch import empty
-from uopattn.spec.arguments import Sizes, as_scale, check_place, check_scale, of_heads
+from uopattn.spec.arguments import Sizes, as_scale, check_scale, check_sint, of_heads
 from uopattn.spec.layout import base_of
-from uopattn.spec.shards import Devices, joined, shard_of, sharded_axis
+from uopattn.spec.shards import device_of, joined, shard_of, sharded_axis
 from uopattn.spec.tensors import (
   check_device,
   check_dtype,
@@ -148,10 +148,10 @@ def append_paged(
   scales, held = _head_scales(k_scale, v_scale, k, k_pages) if four is None else [], [k_pages, v_pages]
   held += () if four is None else row_scales(four, k_pages, k_scale, v_scale)
   (B, _, M, _), (P, _, page_size, _) = sizes(k), sizes(k_pages)
-  place = PagedRows(P, page_size, sizes(table)[1])
+  pages = PagedRows(P, page_size, sizes(table)[1])
   new = NewQueries.of("append_paged", q, k, "k_pages", options)
-  _check_values(table, start, lengths, M, place, new.positions)
-  has_pages = 0 not in (place.count, place.entries)
+  _check_values(table, start, lengths, M, pages, new.positions)
+  has_pages = 0 not in (pages.count, pages.entries)
   if 0 in sizes(k) or (new.q is None and not has_pages):
     return new.q
   axis = sharded_axis("k_pages", k_pages) if isinstance(k_pages.device, tuple) else None
@@ -159,15 +159,15 @@ def append_paged(
   if has_pages:
     _check_memory(memory, axis)
   else:  # a page that no id names stands in for the memory that a kernel needs, to change the queries
-    memory = [empty((1, *sizes(x)[1:]), x.dtype, cast(Devices, x.device)) for x in memory]
-    place, table = PagedRows(1, page_size, 1), Tensor.ones(B, 1, dtype=dtypes.int, device=k.device)
+    memory = [empty((1, *sizes(x)[1:]), x.dtype, device_of(x)) for x in memory]
+    pages, table = PagedRows(1, page_size, 1), Tensor.ones(B, 1, dtype=dtypes.int, device=k.device)
   call, q = append_call(
     memory[:2],
     rows,
     _whole(clamped(start)),
-    place,
+    pages,
     row_scales=memory[2:],
-    tables=[_whole(table_of_ints(table, place.count))],
+    tables=[_whole(table_of_ints(table, pages.count))],
     lengths=_whole(clamped(lengths)),
     head_scales=[shard_of(x, axis if sizes(x)[1] > 1 else None) for x in scales],
     four=four,
@@ -233,12 +233,11 @@ def _placed(
   check_dtype("k", k.dtype, (*((k_pages.dtype,) if four is None else ()), *(DTYPES_16_32 if rounded else ())))
   check_dtype("v", v.dtype, (k.dtype,))
   page_table, start, lengths = placed((page_table, start, lengths), k_pages.device)
-  others = {"k": k, "v": v, "v_pages": v_pages, "start": start, "lengths": lengths}
-  for name, other in others.items():
-    if isinstance(other, Tensor):
-      check_device(name, other, k_pages.device, "k_pages")
+  for name, value in {"k": k, "v": v, "v_pages": v_pages, "start": start, "lengths": lengths}.items():
+    if isinstance(value, Tensor):
+      check_device(name, value, k_pages.device, "k_pages")
   check_table(page_table, B, k.device)
-  check_place("start", start, B)
+  check_sint("start", start, B)
   if lengths is not None:
     check_ints("lengths", lengths, (B,))
   return k, v, page_table, start, lengths
@@ -264,14 +263,14 @@ def _scale(name: str, scale: float | Tensor | None, k: Tensor, k_pages: Tensor) 
 
 
 def _check_values(
-  table: Tensor, start: int | UOp | Tensor, lengths: Tensor | None, M: int, place: PagedRows, known: int
+  table: Tensor, start: int | UOp | Tensor, lengths: Tensor | None, M: int, pages: PagedRows, known: int
 ) -> None:
   """Check positions and page ids, as far as they are known without computing; `known` positions can be rotated.
 
   Raises:
     ValueError: a number is out of its range.
   """
-  B, most = sizes(table)[0], place.entries * place.size
+  B, most = sizes(table)[0], pages.entries * pages.size
   starts, counts = numbers_at_hand(start, B), [M] * B if lengths is None else numbers_at_hand(lengths, B)
   if starts is None or counts is None:
     return
@@ -279,7 +278,7 @@ def _check_values(
     if not 0 <= count <= M:
       raise ValueError(f"lengths is {count} for sequence {b}; it must be from 0 to {M}, the number of keys in k")
     for limit, room in (
-      (most, f"page_table has {place.entries} pages of {place.size} keys"),
+      (most, f"page_table has {pages.entries} pages of {pages.size} keys"),
       (known, f"rotary_cos has {known} positions"),
     ):
       if count > limit:
@@ -289,4 +288,4 @@ def _check_values(
           f"start is {first} for sequence {b}; for {count} new keys it must be from 0 to {limit - count}, as {room}"
         )
   keys = [range(first, first + count) for first, count in zip(starts, counts, strict=True)]
-  check_ids(table, keys, place.count, place.size, "gets")
+  check_ids(table, keys, pages.count, pages.size, "gets")

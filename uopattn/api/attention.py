@@ -195,8 +195,7 @@ def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: 
   check_flag("enable_gqa", arguments.enable_gqa)
   check_dropout("dropout_p", arguments.dropout_p)
   kwargs = {name: plain(getattr(arguments, name)) for name in TINYGRADS}
-  others = (x for x in arguments.active if x[0] not in TINYGRADS)
-  beyond = [name for name, declared, value in others if value is not declared.default]
+  beyond = [name for name, x, value in arguments.active if name not in TINYGRADS and value is not x.default]
   tensors = [x for x in (q, k, v, kwargs["attn_mask"]) if isinstance(x, Tensor)]
   devices = {x.device for x in tensors if x.device is not None}
   if beyond or len(devices) > 1:  # tinygrad would notice devices only when it runs

@@ -14,8 +14,8 @@ from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.kernels.append import RowMap
 from uopattn.plan.append import append_call, is_memory
 from uopattn.runtime.function import traces
-from uopattn.spec.arguments import check_place
-from uopattn.spec.shards import Devices, joined, shard_of
+from uopattn.spec.arguments import check_sint
+from uopattn.spec.shards import Devices, device_of, joined, shard_of
 from uopattn.spec.tensors import (
   at_hand,
   check_device,
@@ -171,7 +171,7 @@ class CacheMemory:
 
   @property
   def _device(self) -> Devices:
-    return cast(Devices, self.k.device)
+    return device_of(self.k)
 
   @property
   def _weak(self) -> DType:
@@ -201,7 +201,7 @@ class CacheMemory:
     if N_max < M:
       raise ValueError(f"there are {M} rows; {of} of {N_max} positions there must be at most {N_max}")
     accepted = f"for {M} rows {of} of {N_max} positions it must be from 0 to {N_max - M}"
-    self._check_place("start", start, N_max - M, accepted)
+    self._check_sint("start", start, N_max - M, accepted)
     if not isinstance(start, Tensor):
       return start
     check_device("start", start, self._device, "the cache")
@@ -210,7 +210,7 @@ class CacheMemory:
         raise ValueError(f"start is {first} for sequence {b}; {accepted}")
     return cast(Tensor, clamped(start))
 
-  def _check_place(self, name: str, x: object, most: int, accepted: str) -> None:
+  def _check_sint(self, name: str, x: object, most: int, accepted: str) -> None:
     """Check a position or a number of keys, of a Tensor its type alone.
 
     Args:
@@ -221,7 +221,7 @@ class CacheMemory:
       TypeError: it is of a wrong type.
       ValueError: it is out of range.
     """
-    check_place(name, x, sizes(self.k)[0])
+    check_sint(name, x, sizes(self.k)[0])
     if not isinstance(x, (int, UOp)):
       return
     low, high = (x.vmin, x.vmax) if isinstance(x, UOp) else (x, x)
@@ -234,7 +234,7 @@ class CacheMemory:
     k: Tensor,
     v: Tensor,
     start: int | UOp | Tensor,
-    place: RowMap,
+    row_map: RowMap,
     new: NewQueries,
     lengths: Tensor | None = None,
   ) -> Tensor | None:
@@ -257,7 +257,7 @@ class CacheMemory:
     lengths = None if lengths is None else shard_of(lengths, of_sequence)
     q = None if new.q is None else shard_of(new.q, axis)
     call, q = append_call(
-      held, rows, start, place, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
+      held, rows, start, row_map, row_scales=scales, lengths=lengths, four=self._four, q=q, norm_rope=new.change
     )
     shards = [x.uop.after(call) for x in (*held, *scales)]
     written = [Tensor(x if axis is None else x.unshard(axis)) for x in shards]

@@ -263,7 +263,7 @@ class KVCache(CacheMemory):
     start = self._start(start, M, N_max)
     backend, lengths = options.pop("backend", "auto"), placed(options.pop("kv_lengths", None), self._device)
     lengths = start + M if lengths is None else lengths
-    self._check_place("kv_lengths", lengths, N_max, f"it must be from 0 to {N_max}, the positions of the cache")
+    self._check_sint("kv_lengths", lengths, N_max, f"it must be from 0 to {N_max}, the positions of the cache")
     own = {
       "q_start": start,
       "kv_lengths": lengths,

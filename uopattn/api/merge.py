@@ -1,4 +1,4 @@
-"""`merge_states`: combines attention over disjoint parts of the keys by the outputs and log-sum-exps of the parts."""
+"""`merge_states`: combines attention over disjoint sets of keys, given the output and the log-sum-exp of each."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,18 @@ from uopattn.spec.tensors import check_device, check_dtype, check_tensor, descri
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
   """Merge attention of the same queries over disjoint sets of keys into attention over all keys, exactly.
 
-  Each output is weighted by its share of the sum of exponentials, exp(lse_i - lse). The order of the parts does not
-  matter. Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) combines its splits this way, and FlashInfer its attention
-  states (Ye et al., "FlashInfer", 2025, section 2.2). Sinks must be given to one part only.
+  Each output is weighted by its share of the sum of exponentials, exp(lse_i - lse). Their order does not matter.
+  Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) combines its splits this way, and FlashInfer its attention states
+  (Ye et al., "FlashInfer", 2025, section 2.2). Sinks must be given to one of them only.
 
   Args:
     outs: one or more Tensors (B, H, M, Dv), all float32, all float16 or all bfloat16.
-    lses: the log-sum-exp (natural logarithm) of each part, (B, H, M) float32. -inf marks a row that sees no key in this
-      part and has no sink; its output is ignored, even if it is NaN. A log-sum-exp is as exact as float32: of logits
+    lses: the log-sum-exp (natural logarithm) of each output, (B, H, M) float32. -inf marks a row that sees no key of
+      its set and has no sink; its output is ignored, even if it is NaN. A log-sum-exp is as exact as float32: of logits
       beyond 1e7 it no longer tells how many keys had the largest one.
 
   Returns:
-    The output (B, H, M, Dv) in the dtype of `outs`, and the LSE (B, H, M) float32. Rows that see no key in any part get
+    The output (B, H, M, Dv) in the dtype of `outs`, and the LSE (B, H, M) float32. Rows that see no key of any set get
     0 and -inf. Accumulation is in float32.
 
   Raises:
@@ -33,8 +33,8 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     >>> from tinygrad import Tensor
     >>> from uopattn import attention, merge_states
     >>> q, k, v = Tensor.zeros(1, 1, 1, 4), Tensor.zeros(1, 1, 4, 4), Tensor([1.0, 3.0, 5.0, 7.0]).reshape(1, 1, 4, 1)
-    >>> parts = [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 1), (1, 4))]
-    >>> out, lse = merge_states(*zip(*parts))
+    >>> states = [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 1), (1, 4))]
+    >>> out, lse = merge_states(*zip(*states))
     >>> [round(x.item(), 4) for x in (out, lse)]  # the mean of 1, 3, 5, 7, and log(4)
     [4.0, 1.3863]
   """
@@ -55,8 +55,8 @@ def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[T
   lses = [placed(check_tensor(f"lses[{i}]", x), device) for i, x in enumerate(lses)]
   shape, dtype = outs[0].shape, outs[0].dtype
   check_dtype("outs[0]", dtype, DTYPES)
-  for name, parts, want, wanted in (("outs", outs, shape, dtype), ("lses", lses, shape[:-1], dtypes.float32)):
-    for i, x in enumerate(parts):
+  for name, xs, want, wanted in (("outs", outs, shape, dtype), ("lses", lses, shape[:-1], dtypes.float32)):
+    for i, x in enumerate(xs):
       if x.shape != want:
         raise ValueError(f"{name}[{i}] has shape {x.shape}; it must be {want}")
       if x.dtype != wanted:

@@ -8,7 +8,7 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.api.attention import attend
 from uopattn.api.four_bit_pages import format_of, in_format
 from uopattn.dsl import sizes
-from uopattn.spec.arguments import Arguments, PagedOptions, check_place
+from uopattn.spec.arguments import Arguments, PagedOptions, check_sint
 from uopattn.spec.tensors import at_hand, check_device, check_ints, numbers_at_hand, operands, placed
 
 
@@ -169,7 +169,7 @@ def check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, P: int, 
     ValueError: a length or a page id is out of range.
   """
   B, pages = sizes(table)
-  check_place("kv_lengths", kv_lengths, B)
+  check_sint("kv_lengths", kv_lengths, B)
   if kv_lengths is None or (lengths := numbers_at_hand(kv_lengths, B)) is None:
     return
   for b, length in enumerate(lengths):

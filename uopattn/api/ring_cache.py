@@ -92,7 +92,7 @@ class RingCache(CacheMemory):
     window, M_max = check_size("window", window, 1), check_size("M_max", M_max, 1)
     sink_tokens = check_size("sink_tokens", sink_tokens, 0)
     self._window, self._sink_tokens, self._M_max = window, sink_tokens, M_max
-    self._place = Ring(sink_tokens, window + M_max - 1)
+    self._row_map = Ring(sink_tokens, window + M_max - 1)
     super().__init__(B, Hkv, sink_tokens + window + M_max - 1, Dk, Dv, dtype, device, axis)
 
   @overload
@@ -164,7 +164,7 @@ class RingCache(CacheMemory):
       check_device("lengths", lengths, self._device, "the cache")
     new = NewQueries.of("RingCache.append", q, k, "the cache", options)
     start = self._start(start, sizes(k)[2], *new.limit(FAR, TEXT))
-    return self._write(k, v, start, self._place, new, clamped(lengths))
+    return self._write(k, v, start, self._row_map, new, clamped(lengths))
 
   @overload
   def attend(
@@ -318,11 +318,11 @@ class RingCache(CacheMemory):
     if first == 0:
       result = attend(q, k, v, of_window, backend)
     else:
-      parts = [attend(q, k[:, :, :first], v[:, :, :first], replace(causal, return_lse=True), backend)]
+      states = [attend(q, k[:, :, :first], v[:, :, :first], replace(causal, return_lse=True), backend)]
       if first < M:
-        others = replace(of_window, return_lse=True, sinks=None)
-        parts.append(attend(q, k[:, :, first:], v[:, :, first:], others, backend))
-      out, lse = merge_states(*zip(*parts, strict=True))
+        of_ring = replace(of_window, return_lse=True, sinks=None)
+        states.append(attend(q, k[:, :, first:], v[:, :, first:], of_ring, backend))
+      out, lse = merge_states(*zip(*states, strict=True))
       result = (out, lse) if return_lse else out
     self.append(k, v, 0, lengths=lengths)
     return cast(Tensor | tuple[Tensor, Tensor], result)

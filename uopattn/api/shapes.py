@@ -14,7 +14,7 @@ from tinygrad.helpers import all_same
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import least, sizes
-from uopattn.spec.arguments import Arguments, is_place
+from uopattn.spec.arguments import Arguments, is_sint
 from uopattn.spec.layout import VIEW_OPS, base_of
 from uopattn.spec.tensors import check_tensor, clamped, placed, shown_shape
 
@@ -148,7 +148,7 @@ def _fewest(lengths: Any, keys: UOp) -> Any:
   lengths = clamped(lengths)
   if isinstance(lengths, Tensor):
     return lengths.minimum(Tensor(keys).cast(dtypes.int)) if lengths.dtype in dtypes.ints else lengths
-  return least([UOp.const(lengths) if isinstance(lengths, int) else lengths, keys]) if is_place(lengths) else lengths
+  return least([UOp.const(lengths) if isinstance(lengths, int) else lengths, keys]) if is_sint(lengths) else lengths
 
 
 def _widest(x: Tensor) -> Tensor:
@@ -180,8 +180,8 @@ def _widest_view(x: UOp, base: UOp) -> Tensor | None:
     case Ops.PERMUTE:
       return before.permute(x.marg)
     case Ops.SHRINK if all(isinstance(first, int) for first, _ in x.marg):
-      parts = zip(x.marg, cast(tuple[int, ...], before.shape), strict=True)
-      return before.shrink(tuple((first, min(first + _most(n), size)) for (first, n), size in parts))
+      axes = zip(x.marg, cast(tuple[int, ...], before.shape), strict=True)
+      return before.shrink(tuple((first, min(first + _most(n), size)) for (first, n), size in axes))
     case Ops.RESHAPE | Ops.EXPAND:
       return _as_shaped(x, before)
   return None

@@ -160,9 +160,9 @@ def _check_values(x: Tensor, name: str, most: int, reason: str, least: int | Non
   import numpy as np
 
   wrong = values > most if least is None else (values > most) | (values < least)
-  for place in np.argwhere(wrong)[:1].tolist():
+  for index in np.argwhere(wrong)[:1].tolist():
     accepted = f"at most {most}" if least is None else f"from {least} to {most}"
-    raise ValueError(f"{name}{place} is {values[tuple(place)]}; it must be {accepted}, as {reason}")
+    raise ValueError(f"{name}{index} is {values[tuple(index)]}; it must be {accepted}, as {reason}")
 
 
 def _as_int32(x: Tensor, end: int) -> Tensor:

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, dtypes
 
 from uopattn.api.attention import attend
-from uopattn.api.varlen_paged import attend_packed, checked
+from uopattn.api.varlen_paged import attend_packed, checked, renumbered
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.ranges import Positions, Range
 from uopattn.spec.arguments import Arguments, VarlenOptions
-from uopattn.spec.shards import Devices
+from uopattn.spec.shards import Devices, device_of
 from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import (
   as_int,
@@ -124,7 +124,7 @@ def attention_varlen(
     block_mask: as in `attention`, of packed queries and keys, whose numbers its mask_mod is called with. None with a
       page table.
     dropout_p: as in `attention`. Which weights a seed drops depends on the packed numbers of query and key; with a page
-      table on the place of the query in the blocks, and on the number of the key in its sequence.
+      table on the row of the query in the blocks, and on the number of the key in its sequence.
     q_scale, k_scale, v_scale: as in `attention`, with one batch: numbers, or (Hkv,) for all sequences. With a page
       table they broadcast to (S, Hkv), or in 4 bits k_scale and v_scale are those of rows, as in `attention_paged`.
     kv_dtype: the format of pages of 4 bits, as in `attention_paged`.
@@ -197,7 +197,7 @@ def _over_packed_keys(
   if arguments.kv_lengths is not None:
     raise TypeError("kv_lengths is given without a page_table; the keys of each sequence are those of cu_seqlens_k")
   q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
-  M, N, device = sizes(q)[1], sizes(k)[1], cast(Devices, q.device)
+  M, N, device = sizes(q)[1], sizes(k)[1], device_of(q)
   arguments = arguments.settled(device)
   # Checks everything but the offsets: checking those relies on q, k and v.
   one_q, one_k, one_v = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
@@ -213,9 +213,7 @@ def _over_packed_keys(
     bounds = key_bounds(ends_q, ends_k, M, N, arguments.masks(), starts)
     arguments = replace(arguments.without_masks(), bounds=bounds)
   if not is_empty and (arguments.score_mod is not None or arguments.mask_mod is not None):
-    score_mod, mask_mod = _of_sequences(arguments.score_mod, 1), _of_sequences(arguments.mask_mod, 0)
-    aux = (*arguments.aux, *_sequences(ends_q, ends_k, M, N))
-    arguments = replace(arguments, score_mod=score_mod, mask_mod=mask_mod, aux=aux)
+    arguments = renumbered(arguments, _within_sequences, *_sequences(ends_q, ends_k, M, N))
   out, lse = attend(q, k, v, arguments, backend)
   return out.transpose(0, 1), lse
 
@@ -235,7 +233,7 @@ def _over_pages(
     raise ValueError(f"q has shape {q.shape}; it must have three dimensions, (total, H, head size >= 1)")
   if sequences.cu_seqlens_k is not None:
     raise TypeError("cu_seqlens_k is given with a page_table; it must be None, kv_lengths has the numbers of keys")
-  total, device = sizes(q)[0], cast(Devices, q.device)
+  total, device = sizes(q)[0], device_of(q)
   ends = _offsets("cu_seqlens_q", sequences.cu_seqlens_q, total, device)
   S, longest = sizes(ends)[0] - 1, sequences.longest(total)
   starts = None if sequences.q_start is None else _starts(sequences.q_start, S, device)
@@ -308,22 +306,10 @@ def _sequences(ends_q: Tensor, ends_k: Tensor, M: int, N: int) -> tuple[Tensor, 
   return tuple(of_own(x).cast(dtypes.int).contiguous() for x in per_sequence)
 
 
-def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
-  """Turn a mod of indices within a sequence into one of packed indices. Its last three aux Tensors are `_sequences`.
-
-  Args:
-    scores: arguments before the indices: 1 for a score_mod, 0 for a mask_mod.
-  """
-
-  if mod is None:
-    return None
-
-  def packed(*args: Any) -> Any:
-    score, (_, h, i, j), aux = args[:scores], args[scores : scores + 4], args[scores + 4 : -3]
-    sequence, first_query, first_key = (x[i] for x in args[-3:])
-    return mod(*score, sequence, h, i - first_query, j - first_key, *aux)
-
-  return packed
+def _within_sequences(b: Any, h: Any, i: Any, j: Any, *sequences: Any) -> tuple[Any, ...]:
+  """Return the indices within a sequence, given packed ones and `_sequences`."""
+  sequence, first_query, first_key = (x[i] for x in sequences)
+  return sequence, h, i - first_query, j - first_key
 
 
 def _offsets(name: str, x: Offsets | None, total: int, device: Devices) -> Tensor:

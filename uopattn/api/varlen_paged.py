@@ -17,7 +17,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.schedule import FEW, HEAD_SCALES
 from uopattn.runtime.device import kind_of
 from uopattn.spec.arguments import Arguments, Sizes
-from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.shards import Devices, device_of, devices_of
 from uopattn.spec.tensors import placed
 
 ROWS = 64  # of a tile of queries: those of a block, of all heads that share a key head
@@ -46,7 +46,7 @@ def attend_packed(
   total, Hq, Hkv, S = *sizes(q)[:2], sizes(k_pages)[1], sizes(ends)[0] - 1
   ends = ends if S else ends.pad((0, 1))
   results: list[Tensor] = []
-  for size, fewest, most in parts_of(longest, max(1, Hq // max(Hkv, 1)), cast(Devices, q.device)):
+  for size, fewest, most in block_sizes(longest, max(1, Hq // max(Hkv, 1)), device_of(q)):
     blocks = QueryBlocks.of(ends, max(total, 1), size, fewest, most)
     of_blocks = attend_pages(blocks.split(q), k_pages, v_pages, blocks.arguments(arguments, q_start), backend)
     packed = [blocks.joined(x) for x in of_blocks]
@@ -85,11 +85,12 @@ def checked(
   return arguments
 
 
-def parts_of(longest: int, group: int, device: Devices) -> list[tuple[int, int, int]]:
-  """Return the parts of a call: of each the places of a block, and the fewest and the most queries of its sequences.
+def block_sizes(longest: int, group: int, device: Devices) -> list[tuple[int, int, int]]:
+  """Return the sizes of blocks in a call, each with the fewest and the most queries of the sequences that it is for.
 
-  Large blocks read keys and values less often, and small ones compute less for places without a query. A GPU overlaps
-  what waits for memory with what computes, in one part. On a CPU sequences of few queries have a kernel of their own.
+  Large blocks read keys and values less often, and small ones compute less for rows without a query. A GPU has one
+  size, so that blocks that wait for memory overlap with those that compute. A CPU has a smaller one for sequences of
+  few queries, which a kernel of their own computes.
 
   Args:
     longest: the most queries of a sequence.
@@ -105,34 +106,34 @@ def parts_of(longest: int, group: int, device: Devices) -> list[tuple[int, int, 
 
 @dataclass(frozen=True, eq=False)
 class QueryBlocks:
-  """Packed queries, of some of the sequences, in blocks of `size` places, each with queries of one sequence.
+  """Packed queries, of some of the sequences, in blocks of `size` rows, each with queries of one sequence.
 
   The blocks of sequence s begin with number cu_seqlens_q[s] // size plus the number of such sequences before it. So
-  those of the next one begin after them, wherever it ends. The last block has no query, nor have others that are left
-  over.
+  those of the next one begin after them, wherever it ends. The last block has no query, nor have those that are
+  left over.
 
   Attributes:
-    size: places of a block.
-    numbers: (blocks, 4) int32. Of each block its sequence; the number, within that, of the query in its first place;
-      the queries of the sequence, or 0 if the block has none of them; the packed query in its first place.
-    place: the place of each packed query among all blocks', (total,) int32; one of the last block for a query of none
-      of the sequences.
+    size: rows of a block.
+    numbers: (blocks, 4) int32. Of each block its sequence; the number, within that, of the query in its first row;
+      the queries of the sequence, or 0 if the block has none of them; the packed query in its first row.
+    rows: the row of each packed query among those of all blocks, (total,) int32; one of the last block for a query of
+      none of the sequences.
   """
 
   size: int
   numbers: Tensor
-  place: Tensor
+  rows: Tensor
 
   @classmethod
   def of(cls, ends: Tensor, total: int, size: int, fewest: int, most: int) -> "QueryBlocks":
-    """Find the places of the sequences with at least `fewest` and at most `most` queries.
+    """Find the rows of the sequences with at least `fewest` and at most `most` queries.
 
     Args:
       ends: `cu_seqlens_q`, (S + 1,) int32, of S >= 1 sequences.
       total: packed queries, at least 1.
       fewest: at least 1.
     """
-    S, device, ends = sizes(ends)[0] - 1, cast(Devices, ends.device), ends.clip(0, total)
+    S, device, ends = sizes(ends)[0] - 1, device_of(ends), ends.clip(0, total)
     starts, counts = ends[:-1], ends[1:] - ends[:-1]
     counts = ((counts >= fewest) & (counts <= most)).where(counts, 0)
     before = (counts > 0).cast(dtypes.int)
@@ -145,9 +146,9 @@ class QueryBlocks:
     of_query = _lookup(starts, starts + counts, query)
     first = (block - of_block(base)) * size
     numbers = of_block(Tensor.arange(S)), first, of_block(counts), of_block(starts) + first
-    place = of_query(base) * size + query - of_query(starts)
-    place = _within((of_query(counts) > 0).where(place, last * size), (last + 1) * size)
-    return cls(size, *(placed(x, device).contiguous() for x in (Tensor.stack(*numbers, dim=-1), place)))
+    rows = of_query(base) * size + query - of_query(starts)
+    rows = _within((of_query(counts) > 0).where(rows, last * size), (last + 1) * size)
+    return cls(size, *(placed(x, device).contiguous() for x in (Tensor.stack(*numbers, dim=-1), rows)))
 
   @property
   def sequence(self) -> Tensor:
@@ -156,7 +157,7 @@ class QueryBlocks:
 
   @property
   def first(self) -> Tensor:
-    """The number, within its sequence, of the query in each block's first place, (blocks,) int32."""
+    """The number, within its sequence, of the query in each block's first row, (blocks,) int32."""
     return self.numbers[:, 1]
 
   @property
@@ -172,11 +173,11 @@ class QueryBlocks:
   def joined(self, x: Tensor) -> Tensor:
     """Return (blocks, H, size, ...) as packed rows, (total, H, ...)."""
     x = x.transpose(1, 2)
-    return taken(x.reshape(-1, *sizes(x)[2:]), self.place)
+    return taken(x.reshape(-1, *sizes(x)[2:]), self.rows)
 
   def chosen(self, x: Tensor, y: Tensor) -> Tensor:
-    """Return packed rows, (total, ...): of x for queries in the blocks, and of y for all others."""
-    is_own = self.place < (sizes(self.numbers)[0] - 1) * self.size
+    """Return packed rows, (total, ...): of x for queries in the blocks, and of y for the rest."""
+    is_own = self.rows < (sizes(self.numbers)[0] - 1) * self.size
     is_own = is_own.reshape(-1, *(1 for _ in sizes(x)[1:]))
     if x.dtype != dtypes.bfloat16:
       return is_own.where(x, y)
@@ -196,10 +197,10 @@ class QueryBlocks:
     changes |= {name: self._of_sequences(x) for name, x in scales.items()}
     if arguments.attn_mask is not None:
       changes["attn_mask"] = self._mask(arguments.attn_mask)
-    if arguments.score_mod is not None or arguments.mask_mod is not None:
-      changes |= {"score_mod": _of_blocks(arguments.score_mod, 1), "mask_mod": _of_blocks(arguments.mask_mod, 0)}
-      changes["aux"] = (*arguments.aux, self.sequence, self.first)
-    return replace(arguments, **changes)
+    arguments = replace(arguments, **changes)
+    if arguments.score_mod is None and arguments.mask_mod is None:
+      return arguments
+    return renumbered(arguments, _within_sequence, self.sequence, self.first)
 
   def _of_sequences(self, x: Any) -> Any:
     """Return what there is one of for each sequence, for each block; a number as it is."""
@@ -233,17 +234,29 @@ def _within(x: Tensor, below: int) -> Tensor:
   return -((-x.maximum(0)).maximum(1 - below))
 
 
-def _of_blocks(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
-  """Turn a mod of indices within a sequence into one of blocks. Its last two aux Tensors are `sequence` and `first`.
+def _within_sequence(b: Any, h: Any, i: Any, j: Any, sequence: Any, first: Any) -> tuple[Any, ...]:
+  """Return the indices within a sequence, given those of a block."""
+  return sequence[b], h, first[b] + i, j
+
+
+def renumbered(arguments: Arguments, indices: Callable[..., tuple[Any, ...]], *own: Tensor) -> Arguments:
+  """Return the arguments with mods that are called with other indices.
 
   Args:
-    scores: arguments before the indices: 1 for a score_mod, 0 for a mask_mod.
+    indices: (b, h, q_idx, kv_idx, *own) -> the indices that the mods of `arguments` take.
+    own: the Tensors that `indices` reads, which are added to aux.
   """
-  if mod is None:
-    return None
 
-  def of_block(*args: Any) -> Any:
-    score, (b, h, i, j), (*aux, sequence, first) = args[:scores], args[scores : scores + 4], args[scores + 4 :]
-    return mod(*score, sequence[b], h, first[b] + i, j, *aux)
+  def changed(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
+    """Return a mod with so many arguments before its indices: 1 for a score_mod, 0 for a mask_mod."""
+    if mod is None:
+      return None
 
-  return of_block
+    def renumbered_mod(*args: Any) -> Any:
+      score, at, aux = args[:scores], args[scores : scores + 4], args[scores + 4 :]
+      return mod(*score, *indices(*at, *aux[-len(own) :]), *aux[: -len(own)])
+
+    return renumbered_mod
+
+  score_mod, mask_mod = changed(arguments.score_mod, 1), changed(arguments.mask_mod, 0)
+  return replace(arguments, score_mod=score_mod, mask_mod=mask_mod, aux=(*arguments.aux, *own))

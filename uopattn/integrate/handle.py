@@ -31,7 +31,7 @@ class Handle:
 
 
 class Switch:
-  """A replacement of parts of tinygrad, in force while at least one of its handles is held.
+  """A replacement of some of tinygrad's functions, in force while at least one of its handles is held.
 
   Args:
     install: replaces, and pushes the functions that undo it to an ExitStack.

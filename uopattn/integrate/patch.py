@@ -25,7 +25,7 @@ from uopattn.plan.forward import has_gradients
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import Devices
+from uopattn.spec.shards import device_of
 
 Start = int | UOp
 # SHA-256 of the source of the MLA block's method in tinygrad 0.14.0.
@@ -147,7 +147,7 @@ def served(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Tensor | No
     call = Call.of(q, k, v, arguments)
     launch = call.division.launch()
     drops = in_function() and call.spec.dropout_p > 0
-    if TRAINING and (drops or not has_gradients(launch, cast(Devices, q.device))):
+    if TRAINING and (drops or not has_gradients(launch, device_of(q))):
       raise NoKernel("TRAINING is set, and kernels have no gradients, or no dropout, in this tinygrad.function")
   except (TypeError, ValueError) as error:
     if options.backend == "kernel":

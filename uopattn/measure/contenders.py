@@ -17,9 +17,11 @@ from uopattn.measure.problem import Problem, outputs_of
 from uopattn.measure.program import Usage
 from uopattn.measure.timing import Runner, captured, on_cpu, on_nvidia, poison, repeats, wait
 from uopattn.plan.dispatch import NoKernel, backward_on
-from uopattn.plan.gradient import GradientCall, Residuals, by_kernels
+from uopattn.plan.gradient import GradientCall, by_kernels
+from uopattn.plan.residuals import Residuals
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.machine import installed_version, thread_count
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.spec import AttentionSpec
@@ -177,7 +179,7 @@ def load_flash_attention(name: str, backward: bool) -> Contender:
   library, wanted = FLASH_ATTENTION[name], "backward" if backward else "forward"
   if wanted not in library.passes:
     raise Usage(f"--against {name}: has no {wanted} pass")
-  if Device.DEFAULT.split(":")[0] != "CUDA":
+  if kind_of(Device.DEFAULT) != "CUDA":
     raise Usage(f"--against {name}: runs on CUDA only, not on {Device.DEFAULT}")
   import_torch()
   function = importlib.import_module(library.module).flash_attn_func
@@ -211,7 +213,7 @@ def _on_torch(
   types: dict[DType, Any] = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
   types |= dict.fromkeys(more_dtypes, torch.float32)
 
-  def turned(x: Any) -> Any:
+  def swapped(x: Any) -> Any:
     return x.transpose(1, 2) if heads_last else x
 
   def set_up(problem: Problem) -> Runner | None:
@@ -222,7 +224,7 @@ def _on_torch(
     arrays = [numpy(x).copy() for x in inputs]
     with torchs_context() if name else nullcontext():
       tensors = [torch.from_numpy(x).to("cuda" if name else "cpu", types[s.dtype]) for x in arrays]
-      q, k, v, *do = [turned(x).contiguous() for x in tensors]
+      q, k, v, *do = [swapped(x).contiguous() for x in tensors]
       attend = attend_of(s)
     times = 1 if backward else repeats(s, MOST)
 
@@ -240,7 +242,7 @@ def _on_torch(
       return torch.autograd.grad(differentiable(), (q, k, v), do, retain_graph=True)
 
     call = gradients if backward else forward
-    runner = call, lambda: [turned(x).float().cpu().numpy() for x in call()], times
+    runner = call, lambda: [swapped(x).float().cpu().numpy() for x in call()], times
     return _served(name, torchs_runner(*runner)) if name else Runner(*runner)
 
   return set_up

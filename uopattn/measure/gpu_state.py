@@ -72,7 +72,7 @@ def sampled(gpus: Sequence[int]) -> Iterator[GPUState]:
 
 
 def number_of(gpu: int) -> str:
-  """Return nvidia-smi's number, or identifier, of CUDA's GPU: CUDA has those alone that CUDA_VISIBLE_DEVICES names."""
+  """Return nvidia-smi's number, or identifier, of a GPU by CUDA's number, which counts CUDA_VISIBLE_DEVICES alone."""
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
   return visible.split(",")[gpu] if visible else str(gpu)
 

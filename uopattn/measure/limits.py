@@ -102,7 +102,7 @@ def reader(size: int) -> Callable[[], Tensor]:
 
 
 def add_up(sums: UOp, x: UOp) -> UOp:
-  """Build the kernel: sums[i] is the sum of the i-th part of x, whose size is a multiple of ITEMS * VECTORS * LANES."""
+  """Build the kernel: sums[i] is the sum of chunk i of x, whose size is a multiple of ITEMS * VECTORS * LANES."""
   s = Scope()
   item = s.axis(sizes(sums)[0], AxisType.THREAD)
   x = x.reshape(sizes(sums)[0], -1, VECTORS, LANES)

@@ -21,6 +21,7 @@ from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
+from uopattn.runtime.device import kind_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import devices_of
 from uopattn.spec.spec import AttentionSpec, Input, make_spec
@@ -131,9 +132,9 @@ def misspelt(name: str) -> str | None:
   """Return the key that a name probably misspells: similar letters, or the same ones in another order; else None."""
   if name in KEYS:
     return None
-  turned = (key for key in KEYS if len(key) > 1 and sorted(key) == sorted(name))
+  anagrams = (key for key in KEYS if len(key) > 1 and sorted(key) == sorted(name))
   alike = difflib.get_close_matches(name, [key for key in KEYS if len(key) > 3], n=1, cutoff=ALIKE)
-  return next(turned, alike[0] if alike else None)
+  return next(anagrams, alike[0] if alike else None)
 
 
 def _value(key: str, text: str) -> Any:
@@ -287,8 +288,7 @@ def outputs_of(launches: Iterable[Launch]) -> dict[str, Input]:
 
 def devices(count: int) -> tuple[str, ...]:
   """Return the first `count` devices of the default device's kind."""
-  kind = Device.DEFAULT.split(":")[0]
-  return tuple(Device.canonicalize(f"{kind}:{i}") for i in range(count))
+  return tuple(Device.canonicalize(f"{kind_of(Device.DEFAULT)}:{i}") for i in range(count))
 
 
 def shard_axis(config: Config, spec: AttentionSpec) -> int:

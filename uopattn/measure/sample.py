@@ -39,7 +39,7 @@ class Sample:
     """Choose a sample; the gradients of keys and values need all rows of a head."""
     every, group, most = s.B * s.Hkv, s.Hq // s.Hkv, CHECKED[on_cpu()]
     scores = group * s.M * s.N
-    pairs = [divmod(place, s.Hkv) for place in _spaced(every, most // scores).tolist()]
+    pairs = [divmod(i, s.Hkv) for i in _spaced(every, most // scores).tolist()]
     return cls(pairs, group, None if backward or scores <= MOST else _spaced(s.M, most // (group * s.N)))
 
   def of_queries(self, x: Array) -> Array:

@@ -24,6 +24,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.proof.oracle import Array
+from uopattn.runtime.device import kind_of
 from uopattn.spec.spec import AttentionSpec
 
 PAUSE = 0.05  # seconds before a turn, in bursts or on a CPU
@@ -62,12 +63,12 @@ class Runner:
 
 def on_cpu() -> bool:
   """Return whether tinygrad's default device is a CPU."""
-  return Device.DEFAULT.split(":")[0] == "CPU"
+  return kind_of(Device.DEFAULT) == "CPU"
 
 
 def on_nvidia() -> bool:
   """Return whether tinygrad's default device is a GPU of NVIDIA, where torch's "cuda" is the same GPU."""
-  return Device.DEFAULT.split(":")[0] in ("CUDA", "NV")
+  return kind_of(Device.DEFAULT) in ("CUDA", "NV")
 
 
 def repeats(spec: AttentionSpec, most: int, device: str | None = None) -> int:
@@ -78,7 +79,7 @@ def repeats(spec: AttentionSpec, most: int, device: str | None = None) -> int:
 
 def is_slow(device: str) -> bool:
   """Return whether a device is a CPU or a GPU without matrix units."""
-  return device.split(":")[0] in ("CPU", *WITHOUT_MATRIX_UNITS)
+  return kind_of(device) in ("CPU", *WITHOUT_MATRIX_UNITS)
 
 
 def captured(compute: Callable[..., Results], *variables: UOp) -> tuple[Callable[[], Results], Results]:

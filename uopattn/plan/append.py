@@ -16,7 +16,7 @@ from uopattn.dsl.instruction import typed
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.quantized import FourBits
 from uopattn.dsl.scope import View
-from uopattn.kernels.append import RowMap, Operand, append
+from uopattn.kernels.append import Operand, RowMap, append
 from uopattn.plan.launch import empty, view
 from uopattn.plan.norm_rope import NormRopeSpec, NormRopeTensors
 from uopattn.plan.target import target_of
@@ -65,7 +65,7 @@ class Append:
     targets: the memory of keys and of values.
     row_scales: the shape of the scales of rows that it writes, (blocks, heads, rows); None if it writes none.
     sources: the new keys and values.
-    row_map: where the cache keeps a position.
+    row_map: which row of the memory a position has.
     tables: shapes of the int32 buffers that `row_map` reads.
     start: the first position, the same for all sequences; None if a (B,) int32 buffer has them.
     has_lengths: whether a (B,) int32 buffer has the number of new keys of each sequence.
@@ -156,14 +156,15 @@ def append_call(
 ) -> tuple[UOp, Tensor | None]:
   """Return the call of the kernel that writes new keys and values to their memory, and the queries that it returns.
 
-  A Tensor that is `.after` the call holds the new keys and values.
+  A Tensor that is `.after` the call holds the new keys and values. The description of the call and its lists of buffers
+  are made in one function, because their order must be the same.
 
   Args:
     targets: the memory of keys and of values, (blocks, heads, rows, D); see `is_memory`.
     sources: new keys and values, (B, heads, M, D) with M > 0, in the targets' dtype; or if these have 8 bits float32,
       float16 or bfloat16. On several devices all Tensors are shards, see `uopattn.spec.shards`.
     start: the position of the first; a Tensor is (B,) int32.
-    row_map: where the cache keeps a position.
+    row_map: which row of the memory a position has.
     row_scales: of keys and of values, (blocks, heads, rows) float32, if rows of 8 bits have scales.
     tables: int32 Tensors that `row_map` reads.
     lengths: (B,) int32, the number of new keys of each sequence; None is M.
@@ -174,10 +175,8 @@ def append_call(
   """
   variables = free_variables(start)
   start = in_kernel(start) if isinstance(start, UOp) else start
-  buffers = {_buffer(x) for x in targets}
-  # Rows that may be overwritten meanwhile are copied.
-  sources = [_copied(x) if _buffer(x) in buffers else x for x in sources]
-  q = _copied(q) if q is not None and _buffer(q) in buffers else q
+  sources = [_outside(targets, x) for x in sources]
+  q = None if q is None else _outside(targets, q)
   of_targets, of_sources = (tuple(map(StridedRows.of, pair)) for pair in (targets, sources))
   call = Append(
     cast(tuple[StridedRows, StridedRows], of_targets),
@@ -199,9 +198,9 @@ def append_call(
   outputs += [] if rotated is None else [rotated]
   inputs = [flat_base(name, x, rows.layout) for name, x, rows in zip("kv", sources, of_sources, strict=True)]
   inputs += [] if q is None or call.queries is None else [flat_base("q", q, call.queries.layout)]
-  others = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
-  others += [] if norm_rope is None else norm_rope.tensors
-  inputs += map(in_memory, others)
+  contiguous = [*tables, *(x for x in (start, lengths) if isinstance(x, Tensor)), *head_scales]
+  contiguous += [] if norm_rope is None else norm_rope.tensors
+  inputs += map(in_memory, contiguous)
   kernel, *_ = [prepared(_graph, x, call, kind_of(target_of(x).device) == "CPU") for x in devices_of(device)]
 
   rounds = sources[0].dtype != targets[0].dtype
@@ -245,8 +244,11 @@ def _buffer(x: Tensor) -> UOp:
   return base
 
 
-def _copied(x: Tensor) -> Tensor:
-  """Return x in other memory, where `contiguous` alone may be a view: tinygrad makes no view of what is repeated."""
+def _outside(targets: Sequence[Tensor], x: Tensor) -> Tensor:
+  """Return x, copied if it may lie in the memory of the targets, which are overwritten meanwhile."""
+  if _buffer(x) not in map(_buffer, targets):
+    return x
+  # `contiguous` alone may be a view: tinygrad makes no view of what is repeated.
   return x.unsqueeze(0).expand(2, *x.shape).contiguous()[0]
 
 

@@ -65,15 +65,15 @@ def aux_gradients(residuals: Residuals, arguments: Arguments, aux: Mapping[int, 
     raise NoKernel("score_mod reads aux at an index that depends on the score")
   aux_grads: list[Tensor | None] = []
   for i, x in aux.items():
-    parts = [Read.of((i, n), index, numbers, spec.N) for n, index in enumerate(reads[i])]
-    grads = [grad for part in parts for grad in part.gradients(residuals, arguments, x)]
+    reads_of_x = [Read.of((i, n), index, numbers, spec.N) for n, index in enumerate(reads[i])]
+    grads = [grad for read in reads_of_x for grad in read.gradients(residuals, arguments, x)]
     aux_grads.append(sum(grads[1:], grads[0]).cast(x.dtype) if grads else None)
   return aux_grads
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-  """One of the places where a score_mod reads an aux Tensor.
+  """A read of an aux Tensor by a score_mod.
 
   Attributes:
     bias: on which numbers the element depends.
@@ -93,14 +93,14 @@ class Read:
     batches, heads, queries, keys = (x in known for x in numbers)
     indexed_by = OF_MASK[queries, keys]
     if indexed_by is IndexedBy.PAIRS:
-      apart = UOp.variable("distance", -int(i.vmax), N - 1, dtypes.int, param=True)
-      by_distance = tuple(x.substitute({j: i + apart}).simplify() for x in index)
+      distance = UOp.variable("distance", -int(i.vmax), N - 1, dtypes.int, param=True)
+      by_distance = tuple(x.substitute({j: i + distance}).simplify() for x in index)
       if i not in _symbols(by_distance):
-        return cls(Bias(batches, heads, IndexedBy.DISTANCES, read), by_distance, (b, h, i, apart))
+        return cls(Bias(batches, heads, IndexedBy.DISTANCES, read), by_distance, (b, h, i, distance))
     return cls(Bias(batches, heads, indexed_by, read), index, (b, h, i, j))
 
   def gradients(self, residuals: Residuals, arguments: Arguments, x: Tensor) -> list[Tensor]:
-    """Return parts of the gradient of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
+    """Return the gradients of the aux Tensor x, float32, which are to be added up. Raises NoKernel."""
     spec, indexed_by = residuals.spec, self.bias.indexed_by
     firsts = [on_each(x, _devices(residuals)) if isinstance(x, UOp) else x for x in self._firsts(spec)]
     heads = (spec.B if self.bias.batches else 1) * (spec.Hq if self.bias.heads else 1)
@@ -117,12 +117,12 @@ class Read:
     return [_by_queries(residuals, arguments, replace(self.bias, count=count), look_up)]
 
   def _firsts(self, spec: AttentionSpec) -> Firsts:
-    """Return the numbers that the first sums along the axes have in the whole attention, of which this is a part."""
+    """Return the numbers that the first sums along the axes have in the attention of which this may be a shard."""
     b, h, i, j = spec.origin.first
     return (b, h, 0, j - i + 1 - spec.M) if self.bias.indexed_by is IndexedBy.DISTANCES else (b, h, i, j)
 
   def _placed(self, residuals: Residuals, sums: Tensor, x: Tensor) -> Tensor | None:
-    """Move sums to their places in an array like x, which differ by device; None where `_moved` returns None."""
+    """Move sums to their indices in an array like x, which differ by device; None where `_moved` returns None."""
     if (axes := self._axes) is None:
       return None
     used, shape, devices = {n for n, _ in axes}, sizes(x), _devices(residuals)
@@ -130,8 +130,8 @@ class Read:
     if not any(isinstance(first, UOp) for first in firsts):
       return self._moved(axes, sums, shape, cast(list[int], firsts))
     each = zip(*(on_devices(y, devices) for y in firsts), strict=True)
-    parts = [moved for own in each if (moved := self._moved(axes, sums, shape, own)) is not None]
-    return selected(parts) if parts else None
+    shards = [moved for own in each if (moved := self._moved(axes, sums, shape, own)) is not None]
+    return selected(shards) if shards else None
 
   @functools.cached_property
   def _axes(self) -> Axes | None:
@@ -141,18 +141,18 @@ class Read:
     """
     axes: Axes = []
     for x in self.index:
-      used = [n for n, symbol in enumerate(self.numbers) if symbol in x.toposort()]
-      rest = (x - self.numbers[used[0]] if used else x).simplify()
+      own = [n for n, symbol in enumerate(self.numbers) if symbol in x.toposort()]
+      rest = (x - self.numbers[own[0]] if own else x).simplify()
       rest = rest.src[0] if rest.op is Ops.CAST else rest
-      if len(used) > 1 or rest.op is not Ops.CONST:
+      if len(own) > 1 or rest.op is not Ops.CONST:
         return None
-      axes.append((used[0] if used else None, int(rest.arg)))
-    places = [n for n, _ in axes if n is not None]
-    return axes if len(set(places)) == len(places) else None
+      axes.append((own[0] if own else None, int(rest.arg)))
+    used = [n for n, _ in axes if n is not None]
+    return axes if len(set(used)) == len(used) else None
 
   @staticmethod
   def _moved(axes: Axes, sums: Tensor, shape: tuple[int, ...], firsts: Sequence[int]) -> Tensor | None:
-    """Move sums to their places in an array of a shape; None if they are not simply moved.
+    """Move sums to their indices in an array of a shape; None if they are not simply moved.
 
     Args:
       axes: see `_axes`.
@@ -266,7 +266,7 @@ def _launch(residuals: Residuals, spec: AttentionSpec) -> Launch:
 
 
 def totals(x: Tensor, work: BiasWork) -> Tensor:
-  """Add up what belongs together in a kernel's sums: (batches, heads, queries, keys or distances)."""
+  """Add up those of a kernel's sums that are of the same element: (batches, heads, queries, keys or distances)."""
   batches, heads = (n if kept else 1 for n, kept in ((work.B, work.bias.batches), (work.H, work.bias.heads)))
   if work.bias.indexed_by is IndexedBy.PAIRS:
     return x.reshape(batches, heads, work.M, work.N)

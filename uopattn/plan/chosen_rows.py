@@ -93,8 +93,8 @@ class ChosenRows:
     for begin in range(0, self.M, self.count):
       if begin:
         first = (first + zero_after(dq, *sums) + self.count).contiguous()
-      part, listed, arguments = self._chunk(first, memory)
-      grads = self._by_kernels(part, arguments, memory) if self.launches else by_ops(part, arguments)
+      chunk, listed, arguments = self._chunk(first, memory)
+      grads = self._by_kernels(chunk, arguments, memory) if self.launches else by_ops(chunk, arguments)
       grads = [memory.keep(name, x) for name, x in zip(GRADIENTS, grads, strict=True)]
       rows = grads[0].reshape(self.B, self.count, -1)
       (dq,) = run_graph(put_queries, self.device, [dq], [rows, first], no_further)
@@ -128,16 +128,16 @@ class ChosenRows:
     )
     return Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta), [table, counts], arguments
 
-  def _by_kernels(self, part: Residuals, arguments: Arguments, memory: "Scratch") -> list[Tensor]:
+  def _by_kernels(self, chunk: Residuals, arguments: Arguments, memory: "Scratch") -> list[Tensor]:
     """Return dQ of a chunk, and a row of dK and of dV for each pair."""
-    launches = tuple(replace(x, spec=part.spec) for x in self.launches)
+    launches = tuple(replace(x, spec=chunk.spec) for x in self.launches)
     names = {name for x in launches for name in x.kernel.outputs}
-    buffers = part.buffers(arguments) | {name: [memory[name]] for name in names if name in memory}
+    buffers = chunk.buffers(arguments) | {name: [memory[name]] for name in names if name in memory}
     results = {name: memory.keep(name, x) for name, x in written(launches, self.device, buffers).items()}
     return [results[name] for name in GRADIENTS]
 
   def _added(
-    self, sums: list[Tensor], parts: Sequence[Tensor], listed: Sequence[Tensor], memory: "Scratch"
+    self, sums: list[Tensor], grads: Sequence[Tensor], listed: Sequence[Tensor], memory: "Scratch"
   ) -> list[Tensor]:
     """Add a chunk's rows of dK and dV to the sums of their keys."""
     N, (_, heads, top_k) = self.whole.spec.kept[2], sizes(listed[0])
@@ -152,8 +152,8 @@ class ChosenRows:
     outputs |= dict.fromkeys(("chosen", "times"), (pairs, number))
     lists = run(list_choosers, run(find_chosen, listed, "chosen slots"), "rows times totals", top_k=top_k)
     return [
-      run_graph(add_rows, self.device, [x], [part.reshape(-1, top_k, sizes(x)[3]), *lists], no_further)[0]
-      for x, part in zip(sums, parts, strict=True)
+      run_graph(add_rows, self.device, [x], [grad.reshape(-1, top_k, sizes(x)[3]), *lists], no_further)[0]
+      for x, grad in zip(sums, grads, strict=True)
     ]
 
 
@@ -193,9 +193,9 @@ def by_ops(chunk: Residuals, arguments: Arguments) -> list[Tensor]:
   k, v = (chosen_rows(x, table).reshape(-1, 1, s.N, sizes(x)[3]).contiguous() for x in (chunk.k, chunk.v))
   lengths = counts.expand(s.B, s.Hkv).reshape(-1).contiguous()
   arguments = replace(arguments, indices=None, kv_lengths=lengths)
-  part = Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta)
-  q, k = part.q.detach(), part.k.detach()
-  scores = scores_of(q, k, part.spec, arguments)
-  weights = weights_of(part, scores.detach())
-  total = (scores * of_scores(part, scores.detach(), arguments).detach()).sum()
-  return [*total.gradient(q, k), weights.transpose(-1, -2) @ part.do.float()]
+  residuals = Residuals(make_spec(q, k, v, arguments), q, k, v, lse, do, delta)
+  q, k = q.detach(), k.detach()
+  scores = scores_of(q, k, residuals.spec, arguments)
+  weights = weights_of(residuals, scores.detach())
+  total = (scores * of_scores(residuals, scores.detach(), arguments).detach()).sum()
+  return [*total.gradient(q, k), weights.transpose(-1, -2) @ do.float()]

@@ -46,7 +46,7 @@ from uopattn.spec.shards import (
 from uopattn.spec.spec import AttentionSpec, make_spec
 
 SEQUENCE = 2  # the axis of queries and keys
-Place = Callable[[Any], Any]  # the number of a device, an int or a UOp -> a number of a query or a key
+Offset = Callable[[Any], Any]  # the number of a device, an int or a UOp -> a number of queries or keys
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Chunk:
   """
 
   size: int
-  first: Place
+  first: Offset
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +312,7 @@ class ContextParallel:
       changes["block_mask"] = arguments.block_mask.within(self.devices, *self._extent(chunk), *self._extent(keys))
     return replace(arguments, **changes)
 
-  def _moved(self, x: int | UOp | Tensor, by: Place) -> Tensor:
+  def _moved(self, x: int | UOp | Tensor, by: Offset) -> Tensor:
     """Return a position, or one of each query, moved by as much as `by` says for each device.
 
     A Tensor, so that one kernel serves all chunks and all steps.
@@ -329,8 +329,8 @@ def _all(size: int) -> Chunk:
   return Chunk(size, lambda i: 0)
 
 
-def _from_device(step: int, n: int, keys: int) -> Place:
-  """Return the first key of ring step `step`, in which a device has the keys of the device `step` places after it."""
+def _from_device(step: int, n: int, keys: int) -> Offset:
+  """Return the first key of ring step `step`, in which a device has the keys of the one `step` devices after it."""
   return lambda i: (i + step) % n * keys
 
 

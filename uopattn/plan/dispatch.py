@@ -26,8 +26,8 @@ Kind = Literal["forward", "backward", "bias"]  # what a schedule computes: resul
 class Modules(NamedTuple):
   """The modules with the schedules of a device: of forward passes, of gradients, and of the gradients of biases.
 
-  Of the first two the first that prefers a case has it. Generic ones, which need no matrix unit, are for what the
-  others do not serve.
+  The first module that prefers a case computes its forward pass, or its gradients. Generic modules need no matrix
+  unit, and serve what the others do not.
   """
 
   forward: tuple[str, ...] = ()
@@ -248,7 +248,7 @@ def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target:
   seen = spec.packed(launches[0].pack_gqa)
   kernels = {x.kernel.gradients: x.kernel for x in launches}  # one of those that have the same tiles
   lists = [list(enumerate(tiles_for(launches[0].schedule, x, seen, target))) for x in kernels.values()]
-  in_order = sorted(itertools.product(*lists), key=lambda choice: sum(place for place, _ in choice))[:MOST]
+  in_order = sorted(itertools.product(*lists), key=lambda choice: sum(rank for rank, _ in choice))[:MOST]
   choices = [dict(zip(kernels, (tiles for _, tiles in x), strict=True)) for x in in_order]
   return [tuple(replace(x, tiles=tiles[x.kernel.gradients]) for x in launches) for tiles in choices]
 

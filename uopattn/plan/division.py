@@ -108,18 +108,18 @@ def run(
   operands = {"q": q, "k": k, "v": v} | differentiable(arguments)
   backend = "reference" if launch is None else backend
   # tinygrad replaces what a function reads by parameters, in calls, but not in the Tensors that their gradients know.
-  others = {f"argument {i}": x for i, (_, x) in enumerate(arguments.tensors())} if in_function() else {}
+  tensors = {f"argument {i}": x for i, (_, x) in enumerate(arguments.tensors())} if in_function() else {}
 
   def gradients(
-    results: Sequence[Tensor], given: dict[str, Tensor], grads: Sequence[Tensor | None], wanted: Collection[str]
+    results: Sequence[Tensor], named: dict[str, Tensor], grads: Sequence[Tensor | None], wanted: Collection[str]
   ) -> list[Tensor | None]:
-    own, given_operands = arguments, {name: given[name] for name in operands}
-    if others:
-      own = with_differentiable(own.with_tensors(given[name] for name in others), given_operands)
-    call = GradientCall(results, given_operands, grads, own, backend, wanted)
-    return [*division.gradients(call), *[None] * len(others)]
+    own, own_operands = arguments, {name: named[name] for name in operands}
+    if tensors:
+      own = with_differentiable(own.with_tensors(named[name] for name in tensors), own_operands)
+    call = GradientCall(results, own_operands, grads, own, backend, wanted)
+    return [*division.gradients(call), *[None] * len(tensors)]
 
-  return with_gradients(results, {**operands, **others}, gradients)
+  return with_gradients(results, {**operands, **tensors}, gradients)
 
 
 def with_gradients(
@@ -140,8 +140,8 @@ def with_gradients(
   # A result that is a view of what a kernel has written is made again from that: tinygrad would copy the view.
   stored = [x.base if written_by_kernel(x.base) else x for x in uops[:count]]
   kernel = stored[0].src[1] if written_by_kernel(stored[0]) else None
-  own = None if kernel is None else _places(kernel, [*(x.src[0] for x in stored), *uops[count:]])
-  places = own or range(1, len(uops) + 1)
+  own = None if kernel is None else _numbers(kernel, [*(x.src[0] for x in stored), *uops[count:]])
+  numbers = own or range(1, len(uops) + 1)
 
   def viewed(values: Sequence[UOp | None]) -> Any:
     views = zip(uops, stored, values, strict=False)
@@ -149,14 +149,14 @@ def with_gradients(
 
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     grads, call = grads_and_call(grads, call)
-    values = [call.src[i] for i in places]
+    values = [call.src[i] for i in numbers]
     written = [x.after(call) for x in values[:count]] if own else values[:count]
     by_axes = {g.ndim: g for g in grads}  # results are told apart by their number of axes
     named = dict(zip(operands, map(Tensor, values[count:]), strict=True))
     needed = needed_arguments()
-    wanted = [x for x, i in zip(operands, places[count:], strict=True) if needed is None or i - 1 in needed]
+    wanted = [x for x, i in zip(operands, numbers[count:], strict=True) if needed is None or i - 1 in needed]
     operand_grads = gradients(viewed(written), named, viewed([by_axes.get(x.ndim) for x in written]), wanted=wanted)
-    of_arguments = dict(zip(places[count:], operand_grads, strict=True))
+    of_arguments = dict(zip(numbers[count:], operand_grads, strict=True))
     return tuple(None if (x := of_arguments.get(i)) is None else x.uop for i in range(1, len(call.src)))
 
   if kernel is not None and own:
@@ -178,16 +178,16 @@ def grads_and_call(grads: tuple[UOp, ...], call: UOp | None) -> tuple[tuple[UOp,
   return (grads, call) if call is not None else (grads[:-1], grads[-1])
 
 
-def _places(call: UOp, wanted: Sequence[UOp]) -> list[int] | None:
-  """Return where the arguments of a call are, each as it is or contiguous; None if one is missing."""
-  left, places = dict(enumerate(call.src)), list[int]()
+def _numbers(call: UOp, wanted: Sequence[UOp]) -> list[int] | None:
+  """Return the numbers of arguments of a call, each as it is or contiguous; None if one is missing."""
+  left, numbers = dict(enumerate(call.src)), list[int]()
   for x in wanted:
-    place = next((i for i, y in left.items() if y is x), None)
-    if place is None:
+    number = next((i for i, y in left.items() if y is x), None)
+    if number is None:
       contiguous = x.contiguous()
-      place = next((i for i, y in left.items() if y is contiguous), None)
-    if place is None:
+      number = next((i for i, y in left.items() if y is contiguous), None)
+    if number is None:
       return None
-    del left[place]
-    places.append(place)
-  return places
+    del left[number]
+    numbers.append(number)
+  return numbers

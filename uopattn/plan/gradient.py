@@ -91,7 +91,7 @@ def refuse(error: NoKernel, backend: str) -> None:
 def differentiable(arguments: Arguments) -> dict[str, Tensor]:
   """Return the Tensors besides q, k, v that have a gradient: an additive mask, sinks, and aux that score_mod reads.
 
-  Of a mask all four axes as they were given, though kernels may read a part of it; see `folded`.
+  Of a mask all four axes as they were given, though kernels may read less of it; see `folded`.
   """
   inputs: dict[str, Tensor] = {}
   for name, declared, value in arguments.active:

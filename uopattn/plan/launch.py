@@ -109,10 +109,10 @@ class Launch:
     """Build the kernel on buffers with the given slots, or slots from 0 on; batch and heads become one axis."""
     buffers = self.buffers()
     numbers = range(len(buffers)) if slots is None else slots
-    places = [UOp.placeholder(x.shape, x.dtype, slot) for x, slot in zip(buffers, numbers, strict=True)]
+    placeholders = [UOp.placeholder(x.shape, x.dtype, slot) for x, slot in zip(buffers, numbers, strict=True)]
     own, arguments = self.own, dict[str, list[UOp]]()
-    for x, place in zip(buffers[len(own) :], places[len(own) :], strict=True):
-      arguments.setdefault(x.name, []).append(place)
+    for x, placeholder in zip(buffers[len(own) :], placeholders[len(own) :], strict=True):
+      arguments.setdefault(x.name, []).append(placeholder)
     if getattr(self.tiles, "values_in_keys", False) and not self.spec.values_in_keys:
       raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
     wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale, "moves": self.spec.moves}
@@ -120,13 +120,13 @@ class Launch:
       wanted["work"] = BiasWork.of(self.spec, self.tiles)
     if "rules" in self.kernel.params:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
-    read_or_written = [(x, place) for x, place in zip(own, places, strict=False) if x.mode != "unread"]
-    flat = {x.parameter or x.name: self._flat(x, place) for x, place in read_or_written}
+    read_or_written = [(x, y) for x, y in zip(own, placeholders, strict=False) if x.mode != "unread"]
+    flat = {x.parameter or x.name: self._flat(x, y) for x, y in read_or_written}
     kernel = typed(self.kernel.graph(flat, **{name: wanted[name] for name in self.kernel.params if name in wanted}))
     # A call has all buffers, for its gradients or because other kernels of the pass read them, and CUDA graphs pass
     # every argument. Those that are not read become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
     read = {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM}
-    unread = [as_type(x, dtypes.uchar) for x in places if x.base.arg.slot not in read]
+    unread = [as_type(x, dtypes.uchar) for x in placeholders if x.base.arg.slot not in read]
     return kernel.replace(src=(*kernel.src, *unread)) if unread else kernel
 
   def _flat(self, buffer: Buffer, x: UOp) -> UOp | View:
@@ -227,7 +227,7 @@ def run_graph(
   gradient: Gradient | None = None,
   **options: int,
 ) -> list[Tensor]:
-  """Call a kernel that is no schedule's on buffers, and return its outputs.
+  """Call a kernel that belongs to no schedule, and return its outputs.
 
   Args:
     build: returns the graph: build(*outputs, *inputs, **options).
@@ -243,10 +243,10 @@ def run_graph(
 def _built(
   build: Callable[..., UOp], buffers: Sequence[tuple[tuple[int, ...], DType]], options: tuple[tuple[str, int], ...]
 ) -> tuple[UOp, Estimates]:
-  places = [UOp.placeholder(shape, dtype, slot) for slot, (shape, dtype) in enumerate(buffers)]
+  placeholders = [UOp.placeholder(shape, dtype, slot) for slot, (shape, dtype) in enumerate(buffers)]
   moved = sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
   largest = max(math.prod(shape) for shape, _ in buffers)
-  return typed(build(*places, **dict(options))), Estimates(largest, moved, moved)
+  return typed(build(*placeholders, **dict(options))), Estimates(largest, moved, moved)
 
 
 def rules_of(

@@ -169,9 +169,9 @@ class Lookup:
     self.tensor, self.shape, self.ndim, self.dtype = tensor, sizes(tensor), tensor.ndim, tensor.dtype
 
   def __getitem__(self, index: int | Tensor | tuple[int | Tensor, ...]) -> Tensor:
-    places = [x if isinstance(x, Tensor) else Tensor(x) for x in (index if isinstance(index, tuple) else (index,))]
-    inside = reduce(Tensor.__and__, ((x >= 0) & (x < size) for x, size in zip(places, self.shape, strict=True)))
-    elements = self.tensor[tuple(inside.where(x, 0) for x in places)]
+    indices = [x if isinstance(x, Tensor) else Tensor(x) for x in (index if isinstance(index, tuple) else (index,))]
+    inside = reduce(Tensor.__and__, ((x >= 0) & (x < size) for x, size in zip(indices, self.shape, strict=True)))
+    elements = self.tensor[tuple(inside.where(x, 0) for x in indices)]
     return inside.where(elements, 0).cast(self.dtype)  # tinygrad gathers ints from a bool Tensor
 
 
@@ -242,7 +242,7 @@ def _per_batch(x: int | UOp | Tensor) -> Tensor:
 
 
 def merged_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-  """Return the output and the LSE over all parts; see `uopattn.merge_states`.
+  """Return the output and the LSE over all sets of keys; see `uopattn.merge_states`.
 
   Args:
     sinks: (H,) logits that join the sum of exponentials once.
@@ -255,5 +255,5 @@ def merged_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor 
   nothing = total.eq(0)
   total = nothing.where(1, total)
   shares = ((weight / total).unsqueeze(-1) for weight in weights)
-  parts = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
-  return reduce(Tensor.add, parts).cast(outs[0].dtype), nothing.where(-inf, shift + total.log())
+  weighted = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
+  return reduce(Tensor.add, weighted).cast(outs[0].dtype), nothing.where(-inf, shift + total.log())

@@ -15,7 +15,7 @@ from uopattn.spec.spec import AttentionSpec
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
-  """The inputs of a backward pass. If it goes through the keys in parts, each part uses the delta of the whole.
+  """The inputs of a backward pass. If it goes through the keys in steps, each step uses the delta of the whole.
 
   Attributes:
     q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).

@@ -71,7 +71,7 @@ def is_emulated(device: str) -> bool:
 
 def shortened(arch: str) -> str:
   """Return an architecture with only the first of many features, and the number of the others."""
-  parts, count = arch.split(","), 0
-  while count < len(parts) and len(",".join(parts[: count + 1])) <= LONGEST:
+  features, count = arch.split(","), 0
+  while count < len(features) and len(",".join(features[: count + 1])) <= LONGEST:
     count += 1
-  return arch if count == len(parts) else f"{','.join(parts[:count])} and {len(parts) - count} more"
+  return arch if count == len(features) else f"{','.join(features[:count])} and {len(features) - count} more"

@@ -19,15 +19,15 @@ SUMMED = {
 
 
 def sums(ds: Array, bias: Bias, first: int = 0) -> Array:
-  """Return what belongs together in the gradients of scores: (batches, heads, queries, keys or distances).
+  """Return the sums of the gradients of scores of the same element: (batches, heads, queries, keys or distances).
 
   Args:
     ds: (B, Hq, M, N).
     first: the first query that is wanted if `Bias.count` is not 0; queries past M have gradients of 0.
   """
   M, N = ds.shape[2:]
-  others = tuple(axis for axis, kept in enumerate((bias.batches, bias.heads)) if not kept)
-  ds = ds.sum(others, keepdims=True) if others else ds
+  summed = tuple(axis for axis, kept in enumerate((bias.batches, bias.heads)) if not kept)
+  ds = ds.sum(summed, keepdims=True) if summed else ds
   if bias.indexed_by is IndexedBy.DISTANCES:
     return np.stack([np.trace(ds, x, 2, 3) for x in range(1 - M, N)], -1)[:, :, None]
   ds = ds.sum(SUMMED[bias.indexed_by], keepdims=True) if SUMMED[bias.indexed_by] else ds

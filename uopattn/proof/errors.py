@@ -43,12 +43,12 @@ def _scores(q: Array, k: Array, precision: Precision, r: Rules) -> Iterator[Scor
   bends, one = r.softcap is not None or r.score_mod is not None, np.ones((1, 1), np.float32)
   q, k = (finite(x).astype(np.float32) for x in (q, k))
   for b, h, rows in pieces(B, Hq, M, N):
-    query, key, part = (b, h), (b, h // (Hq // Hkv)), None if mask is None else mask[b, h, rows]
+    query, key, mask_rows = (b, h), (b, h // (Hq // Hkv)), None if mask is None else mask[b, h, rows]
     at = b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     with np.errstate(all="ignore"):
       raw = (q[query][rows] @ k[key].T) * np.float32(scale)
-      final = modified(r, raw, part, *at, lambda x: x).astype(np.float32, copy=False)
-      hidden = ~seen(r, part, *at) | ~np.isfinite(final)
+      final = modified(r, raw, mask_rows, *at, lambda x: x).astype(np.float32, copy=False)
+      hidden = ~seen(r, mask_rows, *at) | ~np.isfinite(final)
       p = _softmax(np.where(hidden, np.float32(-np.inf), final), None if r.sinks is None else r.sinks[h])
       slopes = _finite32(slope(r, raw, *at)) if bends else one
       terms = np.square(q[query][rows]) @ np.square(k[key]).T  # the sum of the squared terms of q.k
@@ -139,6 +139,8 @@ def of_gradients(
 ) -> Roundings:
   """Return the roundings of the gradients, under the names "q", "k" and "v".
 
+  One function has the terms of all three, which share most of what they are computed from.
+
   Args:
     q, k, v, do, dlse, rules: the arguments of `uopattn.proof.oracle.gradients`.
     out, lse: the oracle's output and LSE in float64.
@@ -164,7 +166,7 @@ def of_gradients(
       of_p = s.kept * (d @ y.T) - delta[s.query][s.rows][:, None]
       ds = slopes * of_p
       squares = np.square(weights)
-      # delta comes from an output with errors of its own; tf32 truncates the other part of dS, not delta
+      # delta comes from an output with errors of its own; tf32 truncates the other term of dS, not delta
       in_out = of_out * (np.square(out[s.query][s.rows]) + squares @ np.square(y))
       in_delta = (np.square(d) * in_out).sum(1) + cut * np.square(delta[s.query][s.rows])
       in_delta = (in_delta + np.einsum("ij,ij->i", np.square(s.p * of_p), s.variance))[:, None]

@@ -26,6 +26,7 @@ from uopattn.proof.oracle import (
   scaled,
 )
 from uopattn.proof.roundings import Fault, Roundings
+from uopattn.runtime.device import kind_of
 from uopattn.spec.shards import devices_of
 from uopattn.spec.tensors import dtype_name
 
@@ -134,7 +135,7 @@ def _precision(dtype: DType, tf32: bool, device: str) -> Precision:
   if dtype == dtypes.float32 and not tf32:  # which kernels sum by themselves
     return PRECISIONS[dtype]
   precision = TF32 if dtype == dtypes.float32 else PRECISIONS[dtype]
-  return replace(precision, lost=LOST) if device.split(":")[0] in ("CUDA", "NV") else precision
+  return replace(precision, lost=LOST) if kind_of(device) in ("CUDA", "NV") else precision
 
 
 def _relative(got: Array, exact: Array) -> float:
@@ -345,7 +346,7 @@ def verify_gradients(
 def numpy(x: Tensor) -> Array:
   """Return the values as a numpy array; bfloat16 and 8-bit floats, which numpy lacks, become float32."""
   x = x.realize()  # a lazy cast would be fused with the one to float32, and its rounding lost
-  if isinstance(x.device, tuple):  # tinygrad would join the parts on the CPU, which may lack a compiler
+  if isinstance(x.device, tuple):  # tinygrad would join the shards on the CPU, which may lack a compiler
     x = x.to(x.device[0]).realize()
   if x.dtype == dtypes.bfloat16 and x.uop.has_buffer_identity():
     # The upper half of a float32; tinygrad would compile a kernel for every shape.

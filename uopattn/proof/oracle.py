@@ -111,9 +111,9 @@ class Table:
     self.array, self.shape, self.ndim, self.dtype = array, array.shape, array.ndim, array.dtype
 
   def __getitem__(self, index: Any) -> Array:
-    places = np.broadcast_arrays(*(index if isinstance(index, tuple) else (index,)))
-    inside = np.all([(x >= 0) & (x < size) for x, size in zip(places, self.shape, strict=True)], axis=0)
-    return np.asarray(np.where(inside, self.array[tuple(np.where(inside, x, 0) for x in places)], self.dtype.type(0)))
+    indices = np.broadcast_arrays(*(index if isinstance(index, tuple) else (index,)))
+    inside = np.all([(x >= 0) & (x < size) for x, size in zip(indices, self.shape, strict=True)], axis=0)
+    return np.asarray(np.where(inside, self.array[tuple(np.where(inside, x, 0) for x in indices)], self.dtype.type(0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,10 +171,10 @@ def oracle(
   if r.sinks is not None:
     lse[:] = np.asarray(r.sinks, work)[None, :, None]  # of rows that see no key
   for b, h, rows in tqdm(list(pieces(B, Hq, M, N)), desc="reference", disable=None if progress else True):
-    key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
+    key_head, mask_rows = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
     i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     score = keep(keep(operand(q[b, h, rows].astype(work)) @ operand(k[b, key_head].astype(work)).T) * work(scale))
-    score = np.where(seen(r, part, b, h, i, j), modified(r, score, part, b, h, i, j, keep), -np.inf)
+    score = np.where(seen(r, mask_rows, b, h, i, j), modified(r, score, mask_rows, b, h, i, j, keep), -np.inf)
 
     sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key keep output 0 and this LSE
     score = score[sees]
@@ -289,14 +289,14 @@ def gradients(
   dmask: Array = np.zeros((B, Hq, M, N) if adds else 0, work)
   dsinks: Array = np.zeros(Hq, work)
   for b, h, rows in pieces(B, Hq, M, N):
-    key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
+    key_head, mask_rows = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
     at = b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     sees = lse[b, h, rows] > -np.inf  # a sink counts as something seen
     L, D = (np.where(sees, x[b, h, rows], 0)[:, None] for x in (lse, delta))
 
     score = keep(keep(q[b, h, rows] @ k[b, key_head].T) * scale)
-    hidden = ~(seen(r, part, *at) & sees[:, None])
-    p = keep(np.exp(keep(np.where(hidden, -np.inf, modified(r, score, part, *at, keep)) - L)))
+    hidden = ~(seen(r, mask_rows, *at) & sees[:, None])
+    p = keep(np.exp(keep(np.where(hidden, -np.inf, modified(r, score, mask_rows, *at, keep)) - L)))
     z = np.ones_like(p) if r.kept is None else r.kept[b, h, rows] / work(1 - r.dropout_p)
     dv[b, key_head] += rounded(keep(z * p)).T @ do[b, h, rows]
     dp = keep(do[b, h, rows] @ v[b, key_head].T)

@@ -6,7 +6,7 @@ linear in these roundings:
 
   R = (A e) Y + X f,  |f| <= u
 
-The relative error e of a weight has three parts:
+The relative error e of a weight is the sum of three:
 
 - The rounding of the weight itself, at most u = `Precision.unit`, or `Precision.least` below the type's range.
 - The rounding of the sum: float32's u per weight, times the root of the number of terms, because partial sums grow
@@ -27,9 +27,9 @@ keeps the probability of any false alarm below ALARM. The forms are:
   or too much, and likewise for tiles of such rows.
 
 The roundings of equal weights are not independent; few different scores, or identical rows, give equal weights. They
-are found by their places between two numbers of the type. The covariance of two roundings at a distance of d steps, at
-an unknown place in between, is 1 - 6 d + 6 d^2 for d <= 1. Its mean over d is 0, so smooth distributions add nothing.
-The sums of a head's coefficients by place, combined with this covariance, give the factor by which its variances grow.
+are found by their bins between two numbers of the type. The covariance of two roundings at a distance of d steps, at
+unknown offsets in between, is 1 - 6 d + 6 d^2 for d <= 1. Its mean over d is 0, so smooth distributions add nothing.
+The sums of a head's coefficients by bin, combined with this covariance, give the factor by which its variances grow.
 
 The remaining errors are systematic. Tensor cores of NVIDIA cut long sums off, which makes X smaller as a whole; this
 much, `Precision.lost`, any form may deviate besides. Others belong to the type: tf32 truncates, and small 8-bit outputs
@@ -53,7 +53,7 @@ NEGLIGIBLE = 2.0**-40  # relative size below which a number is ignored
 LEAST_SQUARE = np.float32(2.0**-120)  # keeps squares of nonzero numbers from underflowing to 0
 MOST_ERROR = 2.0**60  # deviations; a larger error, which float32 might not hold, is a fault all the same
 TILE = 64  # keys or queries per tile form
-BINADES, PLACES = 14, 8  # binades of weights below the largest; places between two numbers of a type
+BINADES, BINS = 14, 8  # binades of weights below the largest; bins between two numbers of a type
 
 Head = tuple[int, int]  # batch, head
 Shape = tuple[int, int, int]
@@ -61,22 +61,22 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Term:
-  """A part of a product: X[result][rows] += weights @ Y[operand][inner].
+  """A term of a product: X[result][rows] += weights @ Y[operand][inner].
 
   Attributes:
     result, operand: the heads of X and of Y.
-    place: the query head that the weights belong to.
+    head: the query head that the weights belong to.
     rows, inner: the rows of X and of Y.
     weights: (rows, inner).
     variance: variance of each weight's error.
     shared: variance of the errors that are also in the sum that divides the weights; None if there is no such sum.
-    common: deviations of an error that is the same for all weights of a query, if any; also part of `variance`.
+    common: deviations of an error that is the same for all weights of a query, if any; `variance` includes it.
     by_row: whether a query is a row of X, or else of Y.
   """
 
   result: Head
   operand: Head
-  place: Head
+  head: Head
   rows: slice
   inner: slice
   weights: Array
@@ -97,19 +97,19 @@ class Fault:
   Attributes:
     kind: "element", "row", "column", "head", "key" or "tile" (of keys); for the gradients of k and v also "query", and
       "tile" (of queries).
-    place: index (B, H, M, D), (B, H, M), (B, H, D), (B, H), (B, H, N) or (B, H, tile), by kind; a tile has `TILE` keys.
+    index: (B, H, M, D), (B, H, M), (B, H, D), (B, H), (B, H, N) or (B, H, tile), by kind; a tile has `TILE` keys.
     size: the error of an element; for other kinds, the excess relative to the exact value, -1 if it is missing.
     bound: the largest size that roundings explain.
   """
 
   kind: str
-  place: tuple[int, ...]
+  index: tuple[int, ...]
   size: float
   bound: float
 
   def __str__(self) -> str:
     what = "off by" if self.kind == "element" else "too large, as a share of itself, by"
-    return f"{self.kind} {self.place} is {what} {self.size:.3g} (bound {self.bound:.3g})"
+    return f"{self.kind} {self.index} is {what} {self.size:.3g} (bound {self.bound:.3g})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,10 +144,10 @@ class Family:
 
   def fault(self, limit: float) -> Fault:
     """Return the worst form as a fault, with a bound of `limit` standard deviations."""
-    place = np.unravel_index(np.argmax(self.excess()), self.value.shape)
-    size = self.size[place] or 1.0
-    bound = limit * np.sqrt(self.variance[place]) + self.slack[place]
-    return Fault(self.kind, tuple(map(int, place)), float(self.value[place] / size), float(bound / size))
+    index = np.unravel_index(np.argmax(self.excess()), self.value.shape)
+    size = self.size[index] or 1.0
+    bound = limit * np.sqrt(self.variance[index]) + self.slack[index]
+    return Fault(self.kind, tuple(map(int, index)), float(self.value[index] / size), float(bound / size))
 
 
 class Product:
@@ -158,10 +158,10 @@ class Product:
     exact, operand: X divided by `unit`, and Y divided by its largest number.
     lengths, directions: norms and unit vectors of the rows of X.
     elements, rows, columns, heads: variances of each element, of R along a row's direction, and of the sums of R X.
-      `columns` holds only the part beyond that of the elements.
+      `columns` holds only what exceeds those of the elements.
     slack: relative scale error that each head may have.
     key: what a row of Y is: "key" or "query".
-    keys: (B, H, rows), the shape that `Term.place` and `Term.inner` index.
+    keys: (B, H, rows), the shape that `Term.head` and `Term.inner` index.
     limit: standard deviations that any form may have.
   """
 
@@ -188,8 +188,8 @@ class Product:
 
   def add(self, t: Term) -> None:
     """Add the variances that the errors of these weights cause."""
-    part, response, y = (*t.result, t.rows), self.response(t), self.operand[t.operand][t.inner]
-    x, lengths = self.exact[part], self.lengths[part]
+    index, response, y = (*t.result, t.rows), self.response(t), self.operand[t.operand][t.inner]
+    x, lengths = self.exact[index], self.lengths[index]
     elements = t.variance @ np.square(y)
     rows = np.einsum("ij,ij,ij->i", t.variance, response, response)
     if t.shared is not None:  # these errors multiply Y - X; and kernels may sum rounded weights
@@ -207,8 +207,8 @@ class Product:
     elif t.common is not None:
       heads += np.square(lengths @ (t.common * response)).sum()
       self.columns[t.result] += np.square((t.common.T @ x) * y).sum(0)
-    self.elements[part] += elements
-    self.rows[part] += rows
+    self.elements[index] += elements
+    self.rows[index] += rows
     self.heads[t.result] += heads
 
   def error(self, got: Array) -> Array:
@@ -245,7 +245,7 @@ class Shares:
     slack = self.product.slack[t.result[1]] * self.product.lengths[rows]
     y = self.product.operand[t.operand][t.inner]
     squares, lengths = np.square(t.weights) + LEAST_SQUARE, np.square(y).sum(-1)
-    of_rows = self.of_rows[:, t.place[0], t.place[1], t.inner]
+    of_rows = self.of_rows[:, t.head[0], t.head[1], t.inner]
     of_rows[0] += unit * np.einsum("ij,ij->j", t.weights, error @ y.T)
     of_rows[1] += unit**2 * np.einsum("jd,jd->j", squares.T @ variance, np.square(y))
     of_rows[1] += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
@@ -253,32 +253,33 @@ class Shares:
     of_rows[3] += squares.sum(0) * lengths
     first = t.inner.start
     for tile in range(first // TILE, -(-t.inner.stop // TILE)):
-      part = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
-      share = t.weights[:, part] @ y[part]
+      inner = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
+      share = t.weights[:, inner] @ y[inner]
       squares = np.square(share) + LEAST_SQUARE
-      variance_of_tile = unit**2 * np.vdot(squares, variance) + self._together(t, part, y[part], share, squares)
+      variance_of_tile = unit**2 * np.vdot(squares, variance) + self._together(t, inner, y[inner], share, squares)
       sums = unit * np.vdot(share, error), variance_of_tile
       size = squares.sum(1)
-      self.of_tiles[:, t.place[0], t.place[1], tile] += *sums, slack @ np.sqrt(size), size.sum()
+      self.of_tiles[:, t.head[0], t.head[1], tile] += *sums, slack @ np.sqrt(size), size.sum()
 
-  def _together(self, t: Term, part: slice, y: Array, share: Array, squares: Array) -> float:
+  def _together(self, t: Term, inner: slice, y: Array, share: Array, squares: Array) -> float:
     """Return what the errors of a tile's own weights add to its variance, as each is the same in all columns.
 
     In `Product.elements` they are as if independent: this is the difference, if it is positive. It matters where few
     weights, in few rows, are most of a tile.
 
     Args:
-      part: which of the weights are the tile's.
+      inner: which of the weights' columns are the tile's.
       y: what they multiply.
       share, squares: the sums of their products, and the squares of these.
     """
-    along, apart = share @ y.T, squares @ np.square(y).T
-    added_variance = np.vdot(t.variance[:, part], np.square(along) - apart)
+    along, independent = share @ y.T, squares @ np.square(y).T
+    added_variance = np.vdot(t.variance[:, inner], np.square(along) - independent)
     if t.shared is not None:  # these multiply Y - X
       x = self.product.exact[(*t.result, t.rows)].astype(np.float32)
       along = along - np.einsum("id,id->i", share, x)[:, None]
-      apart = apart - 2 * (squares * x) @ y.T + np.einsum("id,id->i", squares, np.square(x))[:, None]
-      added_variance += np.vdot(t.shared[:, part], np.square(along) - apart)
+      independent = independent - 2 * (squares * x) @ y.T
+      independent += np.einsum("id,id->i", squares, np.square(x))[:, None]
+      added_variance += np.vdot(t.shared[:, inner], np.square(along) - independent)
     return max(float(added_variance), 0.0)
 
   def families(self) -> Iterator[Family]:
@@ -292,7 +293,7 @@ class Roundings:
   """The errors that roundings may leave in some products.
 
   Attributes:
-    terms: returns an iterator over the parts of all products.
+    terms: returns an iterator over the terms of all products.
     products: the products by name.
     guides: the errors of the naive computation of a fused kernel, by name.
   """
@@ -344,16 +345,16 @@ class Roundings:
     factors, unit = np.ones(p.exact.shape[:2]), p.precision.unit
     if unit < LEAST_UNIT:
       return factors
-    count = round(BINADES * PLACES / (2 * unit))
-    by_place: dict[Head, Array] = defaultdict(lambda: np.zeros(count))
+    count = round(BINADES * BINS / (2 * unit))
+    by_bin: dict[Head, Array] = defaultdict(lambda: np.zeros(count))
     alone: Array = np.zeros(factors.shape)
     for x, t in self.terms():
       if x == name:
         lengths = p.lengths[t.result][t.rows].astype(np.float32)[:, None]
         coefficients = (lengths * p.response(t) * t.weights).ravel()
-        by_place[t.result] += np.bincount(_places(t.weights, unit, count), coefficients, count)
+        by_bin[t.result] += np.bincount(_bins(t.weights, unit, count), coefficients, count)
         alone[t.result] += np.square(coefficients.astype(np.float64)).sum()
-    for head, sums in by_place.items():
+    for head, sums in by_bin.items():
       factors[head] = max(1.0, _covariance(sums) / (alone[head] + _TINY))
     return factors
 
@@ -380,23 +381,23 @@ def largest(x: Array) -> float:
   return float(np.abs(finite(x)).max(initial=0)) or 1.0
 
 
-def _places(weights: Array, unit: float, count: int) -> Array:
-  """Return the place of each weight among the numbers of a type, counted down from the largest weight."""
+def _bins(weights: Array, unit: float, count: int) -> Array:
+  """Return the bin of each weight among the numbers of a type, counted down from the largest weight."""
   fraction, exponent = np.frexp(np.abs(weights).ravel().astype(np.float64))
-  steps = (exponent + 2 * fraction) * (PLACES / (2 * unit))
+  steps = (exponent + 2 * fraction) * (BINS / (2 * unit))
   return np.minimum(np.rint(steps.max() - steps), count - 1).astype(np.int64)
 
 
-def _covariance(by_place: Array) -> float:
-  """Return the variance of a sum of roundings, over that of one rounding, from the sums of coefficients per place."""
-  diagonal = _TAPS[0] * np.dot(by_place, by_place)
-  return float(diagonal + sum(2 * tap * np.dot(by_place[d:], by_place[:-d]) for d, tap in enumerate(_TAPS[1:], 1)))
+def _covariance(by_bin: Array) -> float:
+  """Return the variance of a sum of roundings, over that of one rounding, from the sums of coefficients per bin."""
+  diagonal = _TAPS[0] * np.dot(by_bin, by_bin)
+  return float(diagonal + sum(2 * tap * np.dot(by_bin[d:], by_bin[:-d]) for d, tap in enumerate(_TAPS[1:], 1)))
 
 
 def _taps() -> list[float]:
-  """Return the covariance of two roundings 0, 1, ... places apart, as the mean over the distances of each pair."""
-  near = (np.arange(-512, 512) + 0.5) / 512  # offsets within two adjacent places
-  distances = np.abs(np.arange(PLACES + 1)[:, None] + near) / PLACES
+  """Return the covariance of two roundings at a distance of 0, 1, ... bins, as the mean over each pair."""
+  near = (np.arange(-512, 512) + 0.5) / 512  # offsets within two adjacent bins
+  distances = np.abs(np.arange(BINS + 1)[:, None] + near) / BINS
   covariance = np.where(distances < 1, 1 - 6 * distances + 6 * distances**2, 0)
   return (covariance * (1 - np.abs(near)) / 512).sum(1).tolist()
 

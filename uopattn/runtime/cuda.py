@@ -58,7 +58,7 @@ class SharedRenderer(CUDARenderer):
 
   def render(self, uops: list[UOp]) -> str:
     check_scopes(uops)
-    self.places = shared_places(uops)[0]
+    self.offsets = shared_offsets(uops)[0]
     source = super().render(uops)
     if "setmaxnreg" in source:  # which needs a bound on registers: that of one workgroup per multiprocessor
       source = re.sub(r"__launch_bounds__\((\d+)\)", r"__launch_bounds__(\1, 1)", source)
@@ -71,20 +71,20 @@ class SharedRenderer(CUDARenderer):
     if x.addrspace is not AddrSpace.LOCAL:
       return super().render_buffer(x)
     kind = self.render_dtype(x.dtype)
-    return f"{kind}* {self[x]} = ({kind}*)(uopattn_shared + {self.places[x]});"
+    return f"{kind}* {self[x]} = ({kind}*)(uopattn_shared + {self.offsets[x]});"
 
 
-def shared_places(uops: tuple[UOp, ...] | list[UOp]) -> tuple[dict[UOp, int], int]:
+def shared_offsets(uops: tuple[UOp, ...] | list[UOp]) -> tuple[dict[UOp, int], int]:
   """Return the offset of each LOCAL buffer of a linearised kernel in shared memory, and the total size, in bytes."""
   local = [u for u in uops if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL]
-  places, total = {}, 0
+  offsets, total = {}, 0
   for tiles in (True, False):  # first tiles, then barriers and the like
     for u in local:
       size = u.max_numel() * u.dtype.itemsize
       if tiles == (size >= ALIGN):
-        places[u] = total
+        offsets[u] = total
         total += round_up(size, ALIGN if tiles else SMALL)
-  return places, total
+  return offsets, total
 
 
 def on_gpu(kernel: UOp, device: str, estimates: Estimates) -> UOp:
@@ -100,7 +100,7 @@ def on_gpu(kernel: UOp, device: str, estimates: Estimates) -> UOp:
   renderer = SharedRenderer(gpu.renderer.target.arch, isinstance(gpu.renderer, NVCCRenderer), ptx)
   made = finished(kernel, renderer, estimates)
   if (made.key, device) not in runtime_cache:
-    shared = shared_places(tuple(kernel.toposort()))[1]
+    shared = shared_offsets(tuple(kernel.toposort()))[1]
     runtime_cache[(made.key, device)] = loaded(made.to_elf(), gpu, shared)
   return made
 

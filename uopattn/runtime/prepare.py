@@ -42,19 +42,19 @@ def called(
   if kind_of(device) == "WEBGPU":
     from uopattn.runtime.webgpu import check_number, with_each_buffer_once
 
-    kernel, places = with_each_buffer_once(kernel, arguments)
-    check_number(len(places), device)
-    gradient = gradient and _of_some(gradient, places, len(arguments))
-    arguments = [arguments[i] for i in places]
+    kernel, indices = with_each_buffer_once(kernel, arguments)
+    check_number(len(indices), device)
+    gradient = gradient and _of_some(gradient, indices, len(arguments))
+    arguments = [arguments[i] for i in indices]
   return kernel.call(*arguments, *variables, grad_fxn=gradient)
 
 
-def _of_some(gradient: Callable[..., Sequence[UOp | None]], places: Sequence[int], count: int) -> Any:
-  """Return a `grad_fxn` for a call that has those of `count` arguments that are at `places`."""
+def _of_some(gradient: Callable[..., Sequence[UOp | None]], indices: Sequence[int], count: int) -> Any:
+  """Return a `grad_fxn` for a call that has those of `count` arguments that have these indices."""
 
   def of_some(*grads: UOp, **named: Any) -> tuple[UOp | None, ...]:
     of_all = gradient(*grads, **named)
-    return (*(of_all[i] for i in places), *of_all[count:])
+    return (*(of_all[i] for i in indices), *of_all[count:])
 
   return of_some
 
@@ -116,7 +116,7 @@ def _with_variables_last(kernel: UOp) -> UOp:
   """Return the kernel with its Variables numbered after all buffers.
 
   tinygrad numbers them from the count of the used buffers on, which can collide with the number of a buffer. OpenCL's
-  and Metal's runtimes take the number for the place among all arguments.
+  and Metal's runtimes take the number for the index among all arguments.
   """
   params = [u for u in kernel.toposort() if u.op is Ops.PARAM]
   free, count = [u for u in params if u.arg.slot == -1], 1 + max(u.arg.slot for u in params)

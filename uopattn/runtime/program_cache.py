@@ -108,7 +108,7 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
   # The source of an ISARenderer cannot be compiled again. Another tinygrad release lowers differently, so without a
   # known version nothing is cached.
   if isinstance(renderer, ISARenderer) or None in _releases():
-    return _parts(to_program(kernel, renderer))
+    return _unpacked(to_program(kernel, renderer))
   key = checksum(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))))
   if (entry := _read(key)) is not None:
     return _info(entry["info"], renderer), entry["source"], renderer.compiler.compile_cached(entry["source"])
@@ -116,7 +116,7 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
     raise NotCachedError(kernel.arg.name)
   log.info("lowering %s", kernel.arg.name)
   with _no_garbage_collection():
-    info, source, binary = _parts(to_program(kernel, renderer))
+    info, source, binary = _unpacked(to_program(kernel, renderer))
   diskcache_put(TABLE, key, with_checksum(json.dumps({"info": _record(info), "source": source})))
   return info, source, binary
 
@@ -150,12 +150,12 @@ def _releases() -> tuple[str | None, str | None]:
   return installed_version("tinygrad"), installed_version("uopattn")
 
 
-def _parts(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:
+def _unpacked(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:
   """Return what `program` does.
 
   Raises:
-    RuntimeError: tinygrad made two loops of one, of which it ends only one: it simplified the number of trips in some
-      places by a condition that holds there.
+    RuntimeError: tinygrad made two loops of one, of which it ends only one: it simplified the number of trips
+      by a condition that holds at some of its uses alone.
   """
   _, linear, source, binary = lowered.src
   axes = Counter(u.arg for u in linear.src if u.op is Ops.RANGE)
@@ -176,7 +176,7 @@ def _read(key: str) -> Any:
 
 
 def _record(info: ProgramInfo) -> dict[str, Any]:
-  """Return the parts of `info` that JSON can hold."""
+  """Return the fields of `info` that JSON can hold."""
   variables = [(v.arg.slot, v.dtype.name, v.arg.vmin_vmax, v.arg.multiple_of, v.arg.name) for v in info.vars]
   fields = ("name", "global_size", "local_size", "globals", "outs", "ins")
   return {name: getattr(info, name) for name in fields} | {"vars": variables}

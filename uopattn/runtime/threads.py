@@ -167,10 +167,10 @@ class Team:
 
     The scheduler may otherwise keep a woken thread on the core of its waker for longer than a call lasts.
     """
-    if others := os.sched_getaffinity(0) - {core}:
+    if cores := os.sched_getaffinity(0) - {core}:
       with contextlib.suppress(OSError):  # a sandbox may forbid it
         for thread in self._threads:
-          os.sched_setaffinity(cast(int, thread.native_id), others)
+          os.sched_setaffinity(cast(int, thread.native_id), cores)
     self._core = core  # last, so that after an interrupt the next call repeats the move
 
   def _stop(self) -> None:
@@ -183,12 +183,12 @@ class Team:
     self._threads = []
 
 
-def _semaphore(place: int) -> int:
-  """Return the address of a semaphore whose value is 0, made at `place` or by the system; 0 if it can make none."""
-  if _LIBC.sem_init(ctypes.c_void_p(place), 0, 0) == 0:
-    return place
+def _semaphore(memory: int) -> int:
+  """Return the address of a semaphore whose value is 0, made at `memory` or by the system; 0 if it can make none."""
+  if _LIBC.sem_init(ctypes.c_void_p(memory), 0, 0) == 0:
+    return memory
   # macOS has only those with names, of at most 31 bytes. On arm64 it passes arguments of a variable number, which are
-  # those that argtypes does not list, in other places than the rest.
+  # those that argtypes does not list, elsewhere than the rest.
   sem_open, name = _LIBC.sem_open, f"/uopattn-{os.getpid()}-{secrets.token_hex(4)}".encode()
   sem_open.argtypes, sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
   address = sem_open(name, os.O_CREAT | os.O_EXCL, ctypes.c_int(0o600), ctypes.c_uint(0))

@@ -12,7 +12,8 @@ from tinygrad.helpers import DEV
 import uopattn.kernels
 from uopattn.dsl.target import Target
 from uopattn.runtime.clang import clang_version
-from uopattn.runtime.gpu import gpu_name, opened
+from uopattn.runtime.device import kind_of, opened
+from uopattn.runtime.gpu import gpu_name
 from uopattn.runtime.machine import cpu_model, cpu_name, installed_version, usable_cores
 
 PACKAGE = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ PACKAGE = Path(__file__).parents[1]
 
 def product(device: str, target: Target) -> dict[str, Any]:
   """Return what is known of the device's model: the product's name, not only its architecture, and its size."""
-  kind = device.split(":")[0]
+  kind = kind_of(device)
   if kind == "CPU":
     return {
       "name": f"{cpu_name()}, {cpu_model()}",
@@ -56,7 +57,7 @@ def compiler(device: str) -> str:
 
 @functools.cache
 def _compiler(device: str, dev: str) -> str:
-  if device.split(":")[0] == "CPU":
+  if kind_of(device) == "CPU":
     return clang_version()
   name = type(own := opened(device).renderer.compiler).__name__
   if "NVRTC" in name:

@@ -46,7 +46,7 @@ def _reads_memory(length: UOp) -> bool:
 
 
 def with_each_buffer_once(kernel: UOp, arguments: Sequence[UOp]) -> tuple[UOp, list[int]]:
-  """Return a kernel that takes each buffer once, and the places of its arguments among those with slots from 0 on."""
+  """Return a kernel that takes each buffer once, and the indices of its arguments among those with slots from 0 on."""
   whole = [x.base if x.base.numel() == x.numel() else x for x in arguments]
   once = list(dict.fromkeys(whole))
   if len(once) == len(whole):

@@ -77,12 +77,12 @@ def bound_variables(x: UOp) -> list[UOp]:
   return [u for u in x.toposort() if u.is_bound_var]
 
 
-def free_variables(*places: object) -> tuple[UOp, ...]:
-  """Return the distinct bound Variables in those places that are expressions.
+def free_variables(*values: object) -> tuple[UOp, ...]:
+  """Return the distinct bound Variables in those values that are expressions.
 
   Those of only one possible value are left out: tinygrad makes them constants.
   """
-  bound = (u for x in places if isinstance(x, UOp) for u in bound_variables(x))
+  bound = (u for x in values if isinstance(x, UOp) for u in bound_variables(x))
   return tuple(dict.fromkeys(u for u in bound if u.src[0].vmin < u.src[0].vmax))
 
 
@@ -92,7 +92,7 @@ def in_kernel(x: UOp) -> UOp:
   return x.substitute({bound: UOp.variable(v.expr, v.vmin, v.vmax, param=True) for bound, v in variables})
 
 
-def is_place(x: object) -> bool:
+def is_sint(x: object) -> bool:
   """Return whether x is an int, a bound Variable, or an integer expression of bound Variables such as start + 1."""
   if not isinstance(x, UOp):
     return isinstance(x, int) and not isinstance(x, bool)
@@ -116,27 +116,27 @@ def check_mask(name: str, mask: object, sizes: Sizes) -> None:
 
 
 def check_window(name: str, window: object, sizes: Sizes) -> None:
-  given = f"{name} is " + (f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window))
+  shown = f"({', '.join(map(described, window))})" if isinstance(window, tuple) else described(window)
   if not isinstance(window, tuple) or len(window) != 2:
-    raise TypeError(f"{given}; it must be (left, right), each an int or None, or None")
+    raise TypeError(f"{name} is {shown}; it must be (left, right), each an int or None, or None")
   for side in window:
     if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-      raise TypeError(f"{given}; its sides must be ints or None")
+      raise TypeError(f"{name} is {shown}; its sides must be ints or None")
     if side is not None and not 0 <= side <= WIDEST:
-      raise ValueError(f"{given}; its sides must be from 0 to {WIDEST}, and None is no bound")
+      raise ValueError(f"{name} is {shown}; its sides must be from 0 to {WIDEST}, and None is no bound")
 
 
-def check_place(name: str, x: object, B: int | None = None) -> None:
-  """Raise TypeError or ValueError unless `is_place(x)` is true, or x is a (B,) integer Tensor and B is given."""
-  if isinstance(x, Tensor) and B is not None:
+def check_sint(name: str, x: object, B: int) -> None:
+  """Raise TypeError or ValueError unless `is_sint(x)` is true, or x is a (B,) integer Tensor."""
+  if isinstance(x, Tensor):
     check_ints(name, x, (B,))
     return
-  if not is_place(x):
+  if not is_sint(x):
     free = [u.expr for u in in_kernel(x).toposort() if u.is_variable] if isinstance(x, UOp) else []
     problem = f"has no value for the Variable {free[0]}, call .bind(value)" if free else f"is {described(x)}"
     problem = f"is a UOp of dtype {dtype_name(x.dtype)}" if isinstance(x, UOp) and not free else problem
-    tensor = "" if B is None else f", or a ({B},) integer Tensor"
-    raise TypeError(f"{name} {problem}; accepted are an int, a bound Variable or an expression of such{tensor}")
+    accepted = f"an int, a bound Variable or an expression of such, or a ({B},) integer Tensor"
+    raise TypeError(f"{name} {problem}; accepted are {accepted}")
   for u in in_kernel(x).toposort() if isinstance(x, UOp) else ():
     if u.dtype != dtypes.void and (u.vmin < dtypes.int32.min or u.vmax > dtypes.int32.max):
       raise ValueError(f"{name} is made of Variables, by way of {u.vmin} to {u.vmax}; it must stay within int32")
@@ -172,7 +172,7 @@ def number(name: str, value: object) -> float:
   return value
 
 
-def as_place(x: int | UOp | Tensor) -> list[Tensor]:
+def as_ints(x: int | UOp | Tensor) -> list[Tensor]:
   """Return the Tensors that kernels take for a position or a number of keys: an int32 Tensor, or none for an int."""
   return [x.cast(dtypes.int)] if isinstance(x, Tensor) else []
 
@@ -198,8 +198,8 @@ def check_dropout(name: str, p: object, sizes: Sizes | None = None) -> None:
     raise ValueError(f"{name} is {p}; it must be in [0, 1)")
 
 
-def check_places(name: str, x: object, sizes: Sizes) -> None:
-  check_place(name, x, sizes.B)
+def check_sints(name: str, x: object, sizes: Sizes) -> None:
+  check_sint(name, x, sizes.B)
 
 
 def check_sinks(name: str, x: object, sizes: Sizes) -> None:
@@ -325,14 +325,14 @@ class Arguments:
   softcap: float | None = argument(check=check_softcap)
   q_start: "int | UOp | Tensor" = argument(
     0,
-    check=check_places,
-    tensors=as_place,
+    check=check_sints,
+    tensors=as_ints,
     settle=clamped,
     is_used=lambda x: not isinstance(x, int),
     refusal="accepts q_start only as an int, not as a Variable or a Tensor",
     axes="b",
   )
-  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=clamped, axes="b")
+  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_sints, tensors=as_ints, settle=clamped, axes="b")
   sinks: Tensor | None = argument(
     check=check_sinks, tensors=lambda x: [x.float()], in_lse=True, has_gradient=True, axes="h"
   )

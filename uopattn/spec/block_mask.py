@@ -111,15 +111,8 @@ class BlockMask:
       raise ValueError(
         f"a block has {block_m} x {block_n} pairs; there must be at most {dtypes.int32.max}, which int32 counts"
       )
-    aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
-    known = [str(x.device) for x in aux if x.device is not None]
-    place = Device.canonicalize(device) if device or not known else known[0]
-    aux = tuple(x.contiguous() for x in with_axis(placed(aux, place)))
-    if any(x.device != place for x in aux):
-      raise ValueError(
-        f"aux is on {', '.join(str(x.device) for x in aux)}, the mask on {place}; it must be on one device"
-      )
-    counts = Tensor.empty(B, Hq, ceildiv(M, block_m), ceildiv(N, block_n), dtype=dtypes.int, device=place)
+    aux, device = _on_one_device(aux, device)
+    counts = Tensor.empty(B, Hq, ceildiv(M, block_m), ceildiv(N, block_n), dtype=dtypes.int, device=device)
     mod = trace_mod("mask_mod", mask_mod, (B, Hq, M, N), aux)
     kernel = _count(mod, M, N, block_m, block_n)
     if 0 not in counts.shape:
@@ -353,6 +346,19 @@ class BlockMask:
     panel.set(xlim=(0, self.N), ylim=(self.M, 0), xlabel="key", ylabel="query", aspect="equal")
 
 
+def _on_one_device(aux: tuple[Tensor, ...], device: str | None) -> tuple[tuple[Tensor, ...], str]:
+  """Return aux as the kernel takes it, and the device of a mask; see `BlockMask.of`. Raises ValueError."""
+  aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
+  known = [str(x.device) for x in aux if x.device is not None]
+  device = Device.canonicalize(device) if device or not known else known[0]
+  aux = tuple(x.contiguous() for x in with_axis(placed(aux, device)))
+  if any(x.device != device for x in aux):
+    raise ValueError(
+      f"aux is on {', '.join(str(x.device) for x in aux)}, the mask on {device}; it must be on one device"
+    )
+  return aux, device
+
+
 def _realize(*xs: Tensor) -> None:
   """Realize what depends on a mask alone: that may be done while a `tinygrad.function` is traced, too."""
   with Context(ALLOW_DEVICE_USAGE=1):
@@ -376,10 +382,10 @@ def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[...
 def _scatter(order: UOp, position: UOp) -> UOp:
   """Build the kernel of order[..., position[..., t]] = t."""
   at = [UOp.range(size, i) for i, size in enumerate(sizes(order))]
-  place = clamp(
+  index = clamp(
     position[tuple(at)].load().cast(dtypes.weakint), 0, sizes(order)[-1] - 1
   )  # otherwise it would be an int64
-  store = order[(*at[:-1], place)].store(at[-1].cast(dtypes.int))
+  store = order[(*at[:-1], index)].store(at[-1].cast(dtypes.int))
   return store.end(*at).sink(arg=KernelInfo(name="order_tiles", opts_to_apply=()))
 
 

@@ -90,9 +90,9 @@ def strided(x: Tensor | UOp) -> Layout | None:
   return None if layout is None or (uop.shape[-1] > 1 and layout.strides[-1] != 1) else layout
 
 
-def starts_as(x: Tensor | UOp, part: Tensor | UOp) -> bool:
-  """Whether the rows of `part` are the first elements of the rows of x, in the same memory."""
-  whole, rows = (u.uop if isinstance(u, Tensor) else u for u in (x, part))
+def starts_as(x: Tensor | UOp, prefix: Tensor | UOp) -> bool:
+  """Whether the rows of `prefix` are the first elements of the rows of x, in the same memory."""
+  whole, rows = (u.uop if isinstance(u, Tensor) else u for u in (x, prefix))
   if base_of(whole) is not base_of(rows) or sizes(rows)[-1] > sizes(whole)[-1]:
     return False
   layouts = layout_of(whole), layout_of(rows)
@@ -211,9 +211,9 @@ def _distinct(x: Tensor, axis: int) -> Tensor:
   while before.op is Ops.RESHAPE:
     before = before.src[0]
   outer, inner = sizes(x)[:axis], sizes(x)[axis + 1 :]
-  for place, repeats in enumerate(sizes(before)):
+  for i, repeats in enumerate(sizes(before)):
     shape = (*outer, sizes(x)[axis] // repeats, repeats, *inner)
-    if repeats > 1 and _constant_axes(before)[place] and _same_axes(sizes(before), place, shape, axis + 1):
+    if repeats > 1 and _constant_axes(before)[i] and _same_axes(sizes(before), i, shape, axis + 1):
       rows = Tensor(before).reshape(shape)
       return rows.shrink(tuple((0, 1) if i == axis + 1 else None for i in range(rows.ndim))).squeeze(axis + 1)
   return x

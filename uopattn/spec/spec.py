@@ -131,8 +131,8 @@ class AttentionSpec(Problem):
   @property
   def variables(self) -> tuple[UOp, ...]:
     """The Variables that a kernel takes."""
-    places = [x for x in (self.q_start, self.kv_lengths, *self.origin.first) if isinstance(x, UOp)]
-    return tuple(dict.fromkeys(u for x in places for u in x.toposort() if u.op is Ops.PARAM))
+    numbers = [x for x in (self.q_start, self.kv_lengths, *self.origin.first) if isinstance(x, UOp)]
+    return tuple(dict.fromkeys(u for x in numbers for u in x.toposort() if u.op is Ops.PARAM))
 
   def record(self) -> dict[str, Any]:
     """Return the entries of a JSON record: shapes, dtype, scale, whether it is causal, and return_lse."""

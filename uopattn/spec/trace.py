@@ -105,8 +105,8 @@ class RecordedTable(Table):
     self.number, self.by = number, by
 
   def __getitem__(self, index: int | UOp | tuple[int | UOp, ...]) -> UOp:
-    element, places = super().__getitem__(index), index if isinstance(index, tuple) else (index,)
-    self.indices.append(tuple(x if isinstance(x, UOp) else UOp.const(x) for x in places))
+    element, indices = super().__getitem__(index), index if isinstance(index, tuple) else (index,)
+    self.indices.append(tuple(x if isinstance(x, UOp) else UOp.const(x) for x in indices))
     self.values.append(element)
     return element if self.by is None or len(self.values) - 1 != self.number else self.by.cast(self.dtype)
 

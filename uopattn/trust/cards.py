@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
-from uopattn.runtime.gpu import gpu_name, opened
+from uopattn.runtime.device import kind_of, opened
+from uopattn.runtime.gpu import gpu_name
 
 RECORD = Path(__file__).with_name("cards.json")
 
@@ -43,14 +44,14 @@ def family(device: str) -> str:
 
   A CPU's is given without compiler flags. OpenCL has no architecture, so the card's name is used.
   """
-  if device.split(":")[0] == "CL":
+  if kind_of(device) == "CL":
     return gpu_name(device)
   return str(opened(device).renderer.target.arch).split(",")[0]
 
 
 def is_recorded(kernel: str, device: str) -> bool:
   """Return whether a kernel is recorded as run on a card of the device's kind and architecture."""
-  return _is_recorded(kernel, device.split(":")[0], family(device))
+  return _is_recorded(kernel, kind_of(device), family(device))
 
 
 @functools.cache

@@ -48,7 +48,7 @@ COMBINED: tuple[tuple[str, ...], ...] = (
 )
 OF_LATENT: tuple[tuple[str, ...], ...] = (("values_in_keys",), ("is_causal", "q_start Tensor", "values_in_keys"))
 
-# Biases that a score_mod reads, by batch, head and places, with features that go together.
+# Biases that a score_mod reads, by batch, head and index, with features that go together.
 READ: tuple[tuple[Bias, tuple[str, ...]], ...] = (
   (Bias(False, True, IndexedBy.DISTANCES), ("is_causal",)),
   (Bias(False, True, IndexedBy.ALL), ("is_causal", "q_start Tensor", "kv_lengths Tensor")),

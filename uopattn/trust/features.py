@@ -147,7 +147,7 @@ def _attn_mask(x: Inputs, detail: str) -> None:
   x.arguments["attn_mask"], x.rules["attn_mask"] = x.tensor(mask, NAMED[dtype]), mask
 
 
-def _place(x: Inputs, name: str, detail: str, value: int) -> None:
+def _sint(x: Inputs, name: str, detail: str, value: int) -> None:
   """A position or a number of keys: an int, a Variable, or a Tensor with another value for each batch."""
   B, N = x.sizes[0], x.sizes[4]
   if detail == "Tensor":
@@ -159,11 +159,11 @@ def _place(x: Inputs, name: str, detail: str, value: int) -> None:
 
 
 def _q_start(x: Inputs, detail: str) -> None:
-  _place(x, "q_start", detail, max(1, x.sizes[4] - x.sizes[3]))
+  _sint(x, "q_start", detail, max(1, x.sizes[4] - x.sizes[3]))
 
 
 def _kv_lengths(x: Inputs, detail: str) -> None:
-  _place(x, "kv_lengths", detail, max(1, x.sizes[4] - 3))
+  _sint(x, "kv_lengths", detail, max(1, x.sizes[4] - 3))
 
 
 def _sinks(x: Inputs, detail: str) -> None:
@@ -191,19 +191,19 @@ def _biased_score_mod(x: Inputs, bias: Bias) -> None:
   B, Hq, _, M, N, *_ = x.sizes
 
   def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any, slopes: Any) -> Any:
-    place = _numbers(bias, b, h, i, j, j - i + M - 1) or (0,)
-    return score + table[place] * slopes[(i + j) % len(SLOPES)]
+    index = _index(bias, b, h, i, j, j - i + M - 1) or (0,)
+    return score + table[index] * slopes[(i + j) % len(SLOPES)]
 
-  table = x.random.standard_normal(_numbers(bias, B, Hq, M, N, M + N - 1) or (1,)).astype(np.float32)
+  table = x.random.standard_normal(_index(bias, B, Hq, M, N, M + N - 1) or (1,)).astype(np.float32)
   aux = table, SLOPES
   x.arguments |= {"score_mod": score_mod, "aux": tuple(x.tensor(y, dtypes.float32) for y in aux)}
   x.rules |= {"score_mod": score_mod, "aux": aux}
 
 
-def _numbers(bias: Bias, b: Any, h: Any, i: Any, j: Any, distance: Any) -> tuple[Any, ...]:
-  """Return those of a score's numbers by which its element of a bias goes."""
-  of_places = {IndexedBy.PAIRS: (i, j), IndexedBy.QUERIES: (i,), IndexedBy.KEYS: (j,), IndexedBy.DISTANCES: (distance,)}
-  return (*[b] * bias.batches, *[h] * bias.heads, *of_places.get(bias.indexed_by, ()))
+def _index(bias: Bias, b: Any, h: Any, i: Any, j: Any, distance: Any) -> tuple[Any, ...]:
+  """Return the index of the element of a bias that a score reads."""
+  by_places = {IndexedBy.PAIRS: (i, j), IndexedBy.QUERIES: (i,), IndexedBy.KEYS: (j,), IndexedBy.DISTANCES: (distance,)}
+  return (*[b] * bias.batches, *[h] * bias.heads, *by_places.get(bias.indexed_by, ()))
 
 
 def _mask_mod(x: Inputs, detail: str) -> None:

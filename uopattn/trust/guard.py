@@ -38,16 +38,16 @@ def against(launches: tuple[Launch, ...], device: str, backward: bool) -> str:
   """Return why these launches may not be used on a device, as one line; "" if they may."""
   if not is_checked(launches[0].schedule.name, device):
     return ""
-  place = launches, device, repr(DEV)
-  if place not in _KNOWN:
+  case = launches, device, repr(DEV)
+  if case not in _KNOWN:
     why_not = _verdict(launches, device, backward)
     if why_not is None:
       return (
         f"{launches[0].schedule.name} has not been checked on this machine, and cannot be in a TinyJit's capture or a "
         "function: call it once outside"
       )
-    _KNOWN[place] = why_not
-  return _KNOWN[place]
+    _KNOWN[case] = why_not
+  return _KNOWN[case]
 
 
 def is_checked(kernel: str, device: str) -> bool:

@@ -174,9 +174,9 @@ class ProbeProcess:
     while b"\n" not in self._received:  # Python's own buffer could hold a line that `select` does not see
       if not select.select([answers], [], [], max(0, end - time.monotonic()))[0]:
         raise TimeoutError(f"no result within {limit} s")
-      if not (part := os.read(answers, 1 << 16)):
+      if not (received := os.read(answers, 1 << 16)):
         raise EOFError
-      self._received += part
+      self._received += received
     line, _, self._received = self._received.partition(b"\n")
     return dict(json.loads(line))
 

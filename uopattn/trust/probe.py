@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_type_hints
 
 import numpy as np
-from tinygrad import Context, Tensor, dtypes
+from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
@@ -107,8 +107,8 @@ class Probe:
     B, Hq, Hkv, M, N, Dk, Dv = self.sizes
     dtype = self.dtype if self.stored == self.dtype else f"{self.dtype} with {self.stored} keys"
     name = f"{self.kernel} B={B} H={Hq} HKV={Hkv} M={M} N={N} D={Dk} DV={Dv} {dtype}"
-    what = [] if self.bias is None else [str(self.bias)]
-    return " ".join([name, *(x.replace(" ", "=", 1) for x in self.features), *["backward"] * self.backward, *what])
+    bias = [] if self.bias is None else [str(self.bias)]
+    return " ".join([name, *(x.replace(" ", "=", 1) for x in self.features), *["backward"] * self.backward, *bias])
 
   def schedule(self, device: str) -> Schedule:
     """Return the schedule on a device. Raises NoKernel if the device has none of this name."""
@@ -204,8 +204,8 @@ def features_of(s: AttentionSpec) -> tuple[str, ...]:
   return tuple(sorted(dict.fromkeys(features)))
 
 
-def _kind(place: Any) -> str:
-  return "Tensor" if place is None else "int" if isinstance(place, int) else "Variable"
+def _kind(number: int | UOp | None) -> str:
+  return "Tensor" if number is None else "int" if isinstance(number, int) else "Variable"
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from tinygrad import Device
 
 from uopattn.measure.program import is_stream
 from uopattn.plan.target import shortened, target_of
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.gpu import driver, gpu_name
 from uopattn.runtime.machine import cpu_name, machine_record
 from uopattn.runtime.versions import versions
@@ -109,7 +110,7 @@ class CheckReport:
   @classmethod
   def new(cls, device: str, quick: bool = False) -> "CheckReport":
     """Return an empty report on a device."""
-    kind, target = device.split(":")[0], target_of(device)
+    kind, target = kind_of(device), target_of(device)
     of_host = machine_record()
     return cls(
       {
@@ -153,9 +154,9 @@ class CheckReport:
     if is_stream(file) or not os.access(target.parent, os.W_OK):
       Path(file).write_text(text)
       return
-    part = target.with_name(f"{target.name}.part")
-    part.write_text(text)
-    part.replace(target)
+    unfinished = target.with_name(f"{target.name}.part")
+    unfinished.write_text(text)
+    unfinished.replace(target)
 
   @property
   def title(self) -> str:

@@ -16,8 +16,9 @@ from uopattn.measure.timing import GRADIENT_COST, Runner, Turns, alternate, capt
 from uopattn.plan.bias import with_bias
 from uopattn.plan.dispatch import NoKernel, all_schedules_on, launches_of
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Residuals, by_kernels, no_further
+from uopattn.plan.gradient import by_kernels
 from uopattn.plan.launch import Launch
+from uopattn.plan.residuals import Residuals, no_further
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec

@@ -77,7 +77,7 @@ def choice(launches: Launches) -> Choice:
 def representative(spec: AttentionSpec) -> AttentionSpec:
   """Return the attention that is measured in place of this one, and of others that take as long.
 
-  It has an LSE, is not part of another attention, and its views begin close to the start of their buffers.
+  It has an LSE, is not a shard of another attention, and its views begin close to the start of their buffers.
   """
   s = spec
   shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}

@@ -10,6 +10,7 @@ from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
 
 from uopattn.plan.dispatch import delta_launch, stages, sums_launches
 from uopattn.plan.launch import Launch
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.program_cache import NotCachedError, only_cached
 from uopattn.tuning.case import Case, Choice
 
@@ -22,12 +23,12 @@ FEWEST = 4  # jobs: to start processes takes as long as to compile two
 def compile_all(jobs: list[Job]) -> None:
   """Fill tinygrad's cache on disk, by its PARALLEL processes; nothing is done where that does not help."""
   # The cache is how the processes hand over what they made; the emulator's kernels are not kept by processes.
-  if PARALLEL < 2 or CACHELEVEL < 1 or not jobs or jobs[0][0].device.split(":")[0] == "EMU":
+  if PARALLEL < 2 or CACHELEVEL < 1 or not jobs or kind_of(jobs[0][0].device) == "EMU":
     return
   missing = itertools.islice((i for i, job in enumerate(jobs) if not _is_cached(job)), FEWEST)
-  if len(places := list(missing)) < FEWEST:
+  if len(indices := list(missing)) < FEWEST:
     return
-  jobs = jobs[places[0] :]
+  jobs = jobs[indices[0] :]
   had_pool, pool = worker.worker_pool is not None, worker.get_worker_pool()
   if pool is None:  # in a process that may have no children
     return

@@ -15,6 +15,7 @@ from tinygrad.helpers import DEV, tqdm
 from uopattn.measure.program import reason
 from uopattn.measure.timing import Runner, Timing, Turns, alternate
 from uopattn.plan.target import is_emulated
+from uopattn.runtime.device import kind_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.runtime.store import Entry
@@ -116,7 +117,7 @@ def text_of(launches: Launches) -> str:
   first = launches[0]
   tiles = [str(x.tiles) for x in launches]
   tiles = tiles[:1] if len(set(tiles)) == 1 else tiles
-  return " ".join([first.schedule.name, *tiles]) + f" in {first.splits} parts" * (first.splits > 1)
+  return " ".join([first.schedule.name, *tiles]) + f" in {first.splits} splits" * (first.splits > 1)
 
 
 def refusal(device: str) -> str:
@@ -137,8 +138,8 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
     NoKernel: no kernel serves the attention.
   """
   case = Case.of(spec, device, backward)
-  place = case, repr(DEV)
-  if (launches := KNOWN.get(place)) is not None:
+  key = case, repr(DEV)
+  if (launches := KNOWN.get(key)) is not None:
     return launches
   model = case.model()
   if against := refusal(device):
@@ -155,7 +156,7 @@ def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = Fal
       log.info("uopattn.tune: nothing is known of %s, and search=False: the model's tiles are used", case)
       return model
     launches = _measured_anew(case) or model
-  KNOWN[place] = launches
+  KNOWN[key] = launches
   return launches
 
 
@@ -202,7 +203,7 @@ def jobs_of(case: Case) -> list[Job]:
 
 def search(case: Case) -> Result:
   """Check and time all candidates for a case. They should be compiled before."""
-  how = CPU if case.device.split(":")[0] == "CPU" else GPU
+  how = CPU if kind_of(case.device) == "CPU" else GPU
   candidates = case.representative.candidates()
   trial = Trial.of(case.representative.spec, case.device, case.backward)
   tried: list[Candidate] = []

@@ -34,7 +34,7 @@ UNITS: dict[DType, float] = {dtypes.int8: 1 / 64, INT4: 1 / 8, NVFP4: 1 / 4}  # 
 # Features for which inputs can be made.
 MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "scales", "page_table", *HEAD_SCALES}
 
-Part = tuple[slice, slice, slice]
+Slices = tuple[slice, slice, slice]
 """What is checked of the results: batch, query heads and rows."""
 
 
@@ -58,7 +58,7 @@ class Run:
 
   Attributes:
     inputs: what replaces the contents of the buffers of these names: "do" and "delta" for gradients.
-    checks: functions from the results to reports on parts of them.
+    checks: functions from the results to reports on slices of them.
   """
 
   inputs: dict[str, Tensor]
@@ -130,7 +130,11 @@ class Trial:
       self.buffers[name][0].assign(x).realize()
 
   def check(self, result: list[Array]) -> list[str]:
-    """Return what is wrong with a candidate's results, those of each run one after another: the parts, and any NaN."""
+    """Return what is wrong with a candidate's results: the slices that fail the gate, and the number of NaN.
+
+    Args:
+      result: the results of each run, one after another.
+    """
     defects: list[str] = []
     names = ("dq", "dk", "dv") if self.backward else ("output", "lse")
     for run, arrays in zip(self.runs, zip(*[iter(result)] * len(names), strict=True), strict=True):
@@ -141,14 +145,14 @@ class Trial:
 
 
 def _forward_checks(drawn: "Drawn") -> list[Callable[[Sequence[Array]], list[Report]]]:
-  """Return the checks of parts of an output and its LSE."""
+  """Return the checks of slices of an output and its LSE."""
 
-  def reports(part: Part, gate: Gate, results: Sequence[Array]) -> list[Report]:
+  def reports(at: Slices, gate: Gate, results: Sequence[Array]) -> list[Report]:
     out, lse = results
-    return [gate.output(out[part]), gate.lse(lse[part])]
+    return [gate.output(out[at]), gate.lse(lse[at])]
 
   dtype = drawn.spec.dtype
-  gates = ((x, Gate.of_arrays(*drawn.operands(x), dtype, **drawn.options(x))) for x in parts(drawn.spec))
+  gates = ((x, Gate.of_arrays(*drawn.operands(x), dtype, **drawn.options(x))) for x in sampled(drawn.spec))
   return [partial(reports, *x) for x in gates]
 
 
@@ -157,25 +161,25 @@ def _gradient_runs(inputs: "Drawn", device: str) -> tuple[dict[str, list[Tensor]
   spec, target = inputs.spec, target_of(device)
   o, lse = run_stages(dispatch(spec, target), device, inputs.buffers, {}, inputs.variables)
   delta = delta_launch(spec, target, False)
-  (place,) = (x for x in delta.buffers() if x.name == "do")
+  (buffer,) = (x for x in delta.buffers() if x.name == "do")
   heads_last = spec.layout("do") is not None
-  all_rows = normal((spec.B, spec.Hq, spec.M, spec.Dv), place.dtype, np.random.default_rng(1), device)
+  all_rows = normal((spec.B, spec.Hq, spec.M, spec.Dv), buffer.dtype, np.random.default_rng(1), device)
   o = o.transpose(1, 2).reshape(-1) if heads_last else o  # as kernels store it
   o, lse = (x.contiguous().realize() for x in (o, lse))
 
   def with_delta(do: Array) -> dict[str, Tensor]:
-    stored = np.ascontiguousarray(do.swapaxes(1, 2) if heads_last else do).reshape(place.shape)
-    x = tensor(stored, place.dtype, device)
+    stored = np.ascontiguousarray(do.swapaxes(1, 2) if heads_last else do).reshape(buffer.shape)
+    x = tensor(stored, buffer.dtype, device)
     return {"do": x, "delta": delta.run(device, {"o": [o], "do": [x], "lse": [lse]})["delta"].realize()}
 
-  def reports(part: Part, gate: GradientGate, results: Sequence[Array]) -> list[Report]:
+  def reports(at: Slices, gate: GradientGate, results: Sequence[Array]) -> list[Report]:
     dq, dk, dv = results
-    keys = key_heads(spec, *part[:2])
-    return gate.reports(q=dq[part], k=dk[keys], v=dv[keys])
+    keys = key_heads(spec, *at[:2])
+    return gate.reports(q=dq[at], k=dk[keys], v=dv[keys])
 
-  by_rows: dict[tuple[int, int], list[Part]] = {}
-  for part in parts(spec, SHARE):
-    by_rows.setdefault((part[2].start, part[2].stop), []).append(part)
+  by_rows: dict[tuple[int, int], list[Slices]] = {}
+  for at in sampled(spec, SHARE):
+    by_rows.setdefault((at[2].start, at[2].stop), []).append(at)
   runs = []
   for (first, end), some in by_rows.items():
     do = np.zeros_like(all_rows)
@@ -220,9 +224,9 @@ class Drawn:
     """The bound Variables of a call."""
     return tuple(UOp.variable(u.expr, u.vmin, u.vmax).bind(x) for u, x in self.values.items() if u.vmin < u.vmax)
 
-  def operands(self, part: Part) -> tuple[Array, Array, Array]:
-    """Return the rows of q of a part, and their k and v."""
-    s, (b, heads, _) = self.spec, part
+  def operands(self, at: Slices) -> tuple[Array, Array, Array]:
+    """Return these slices of q, and their k and v."""
+    s, (b, heads, _) = self.spec, at
     shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.columns(s.Dk)), "v": (*s.kept, s.columns(s.Dv))}
     q, k, v = (_viewed(self.arrays[name][0], s.layout(name), shape) for name, shape in shapes.items())
     if isinstance(s.stored, FourBits):
@@ -231,7 +235,7 @@ class Drawn:
     if "scales" in self.arrays:
       scales = (self._keys(x, *key_heads(s, b, heads)) for x in self.arrays["scales"])
       k, v = (x * scale[..., None] for x, scale in zip((k, v), scales, strict=True))
-    return q[part], k, v
+    return q[at], k, v
 
   def _keys(self, x: Array, b: slice, heads: slice) -> Array:
     """Return the rows of some batches and key heads, (b, heads, N, ...), of a cache or of pages."""
@@ -241,10 +245,10 @@ class Drawn:
     pages = x[:, heads][table[b]].swapaxes(1, 2)  # (b, heads, max_pages, keys per page, ...)
     return pages.reshape(*pages.shape[:2], self.spec.N, *pages.shape[4:])
 
-  def options(self, part: Part) -> dict[str, Any]:
-    """Return the keyword arguments of a part's gate."""
+  def options(self, at: Slices) -> dict[str, Any]:
+    """Return the keyword arguments of the gate of these slices."""
     s = self.spec
-    return {"scale": s.scale, "softcap": s.softcap} | self.products | _rules(s, self.arrays, self.values, part)
+    return {"scale": s.scale, "softcap": s.softcap} | self.products | _rules(s, self.arrays, self.values, at)
 
 
 def key_heads(s: AttentionSpec, b: slice, heads: slice) -> tuple[slice, slice]:
@@ -262,7 +266,7 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
   if x.name in ("k", "v") and isinstance(s.stored, FourBits):
     columns = s.columns(s.Dk if x.name == "k" else s.Dv)
     return np.resize(four_bits((-(-math.prod(x.shape) // columns), columns), random), x.shape)  # of a view it is flat
-  if x.name == "page_table":  # in any order; a pool with fewer pages than the table has places shares them
+  if x.name == "page_table":  # in any order; a pool with fewer pages than the table has entries shares them
     assert s.pages is not None
     return np.resize(random.permutation(s.pages[0]), x.shape).astype(np.int32)
   if x.dtype == dtypes.int8:
@@ -290,7 +294,7 @@ def _value(x: int | UOp | None, values: dict[UOp, int]) -> int | None:
   return int(known.vmin)
 
 
-def parts(s: AttentionSpec, share: float = 1.0) -> list[Part]:
+def sampled(s: AttentionSpec, share: float = 1.0) -> list[Slices]:
   """Return an even sample of the groups of heads that share a key head; of one that is too large, some of its rows.
 
   Args:
@@ -308,15 +312,15 @@ def parts(s: AttentionSpec, share: float = 1.0) -> list[Part]:
   ]
 
 
-def _rules(s: AttentionSpec, arrays: dict[str, list[Array]], values: dict[UOp, int], part: Part) -> dict[str, Any]:
-  """Return the masks and scales of a part as the gate takes them."""
+def _rules(s: AttentionSpec, arrays: dict[str, list[Array]], values: dict[UOp, int], at: Slices) -> dict[str, Any]:
+  """Return the masks and scales of these slices as the gate takes them."""
 
   def taken(name: str, at: tuple[slice, ...]) -> Array:
-    """Return a part of an array whose axes may be of one element, for all."""
+    """Return slices of an array, all of an axis that has one element for all."""
     (array,) = arrays[name]
     return array[tuple(x if n > 1 else slice(0, 1) for x, n in zip(at, array.shape, strict=False))]
 
-  b, heads, rows = part
+  b, heads, rows = at
   rules: dict[str, Any] = {name: value for x in s.masks for name, value in x.options().items()}
   start, length = _value(s.q_start, values), _value(s.kv_lengths, values)
   rules["q_start"] = (int(arrays["q_start"][0][b.start]) if start is None else start) + rows.start
@@ -327,7 +331,7 @@ def _rules(s: AttentionSpec, arrays: dict[str, list[Array]], values: dict[UOp, i
   if "sinks" in arrays:
     rules["sinks"] = arrays["sinks"][0][heads]
   if "attn_mask" in arrays:
-    rules["attn_mask"] = taken("attn_mask", part)
+    rules["attn_mask"] = taken("attn_mask", at)
   return rules | {name: taken(name, key_heads(s, b, heads)) for name in HEAD_SCALES if name in arrays}
 
 

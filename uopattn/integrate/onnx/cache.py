@@ -130,5 +130,5 @@ def in_window(past: Tensor, new: Tensor, before: Tensor, after: Tensor, window: 
   held = resident(before, C, window)
   rows, first = written(past, new, held, C + M), before - held
   dropped = after - resident(after, C, window) - first
-  place = Tensor.arange(C).reshape(1, 1, C, 1) + dropped.reshape(B, 1, 1, 1)
-  return rows, first, rows.gather(2, place.clip(0, C + M - 1).expand(B, H, C, D))
+  row = Tensor.arange(C).reshape(1, 1, C, 1) + dropped.reshape(B, 1, 1, 1)
+  return rows, first, rows.gather(2, row.clip(0, C + M - 1).expand(B, H, C, D))

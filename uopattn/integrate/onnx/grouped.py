@@ -204,8 +204,8 @@ def _columns(bias: Tensor, first: int | Tensor, keys: int, total: int) -> Tensor
   if not isinstance(first, Tensor):
     return padded_mask(bias, keys)
   B, (_, H, M, _) = sizes(first)[0], sizes(bias)
-  place = Tensor.arange(keys).reshape(1, 1, 1, -1) + first.reshape(-1, 1, 1, 1)
-  return bias.expand(B, H, M, total).gather(3, place.clip(0, total - 1).expand(B, H, M, keys))
+  index = Tensor.arange(keys).reshape(1, 1, 1, -1) + first.reshape(-1, 1, 1, 1)
+  return bias.expand(B, H, M, total).gather(3, index.clip(0, total - 1).expand(B, H, M, keys))
 
 
 def _window(size: int, causal: int) -> tuple[int, None] | None:

@@ -152,7 +152,7 @@ def _within(lengths: Tensor, B: int, size: int) -> Tensor:
   """Return whether each key is one of the first of its batch, (B, size).
 
   Args:
-    lengths: (B,), or (3 * B + 2,): they precede the first places of each batch's queries and keys, B + 1 both, in a
+    lengths: (B,), or (3 * B + 2,): they precede the first indices of each batch's queries and keys, B + 1 both, in a
       buffer of all batches. These follow from the shapes here, so they say nothing more.
   """
   if lengths.shape[0] not in (B, 3 * B + 2):

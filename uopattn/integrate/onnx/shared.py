@@ -92,7 +92,7 @@ def written(past: Tensor | None, new: Tensor, start: int | Tensor, size: int) ->
     return pad(new)
   if not isinstance(start, Tensor):
     return pad(new) if size == M else new.cat(pad(past)[:, :, M:], dim=2)
-  place = Tensor.arange(size).reshape(1, 1, -1, 1) - start.reshape(-1, 1, 1, 1)  # in new
-  is_new = (place >= 0) & (place < M)
-  rows = new if M == 1 else new.gather(2, place.clip(0, M - 1).expand(B, H, size, D))
+  row = Tensor.arange(size).reshape(1, 1, -1, 1) - start.reshape(-1, 1, 1, 1)  # in new
+  is_new = (row >= 0) & (row < M)
+  rows = new if M == 1 else new.gather(2, row.clip(0, M - 1).expand(B, H, size, D))
   return is_new.where(rows, pad(past))
