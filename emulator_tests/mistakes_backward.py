@@ -74,9 +74,9 @@ def no_delta(right: Phase) -> Phase:
 
 
 def no_delta_of_block(right: Phase) -> Phase:
-  def load_row_sums(s: Any, lse: Any, delta: Any, block: Any, block_m: int, rules: Any) -> Any:
-    lse_i, _ = right(s, lse, delta, block, block_m, rules)
-    return lse_i, s.assign(s.buffer(block_m), lambda m: 0.0, within=block.axes)
+  def load_row_sums(s: Any, lse: Any, delta: Any, block: Any, rules: Any) -> Any:
+    lse_i, _ = right(s, lse, delta, block, rules)
+    return lse_i, s.assign(s.buffer(block.block_m), lambda m: 0.0, within=block.axes)
 
   return load_row_sums
 
