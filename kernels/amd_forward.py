@@ -28,7 +28,7 @@ With few queries, the query heads that share a key head are packed into one tile
 workgroups, and `kernels/combine.py` combines the splits.
 
 Not measured: no AMD GPU at hand. At D=64 and 128 it compiles without spills, except with softcap on gfx1201 at D=64,
-whose tanh is long. At other head sizes, large ones above all, RDNA spills; kernels/README.md says how much.
+whose tanh is long. At large head sizes RDNA spills; kernels/README.md says how much.
 scripts/results/COMPILE.md has registers, spills and instructions per matrix instruction.
 """
 

@@ -126,6 +126,15 @@ def test_budget_of_the_backward_pass(kernel: str, arch: str, dtype: str) -> None
   assert faults_by(BACKWARD_BUDGET[arch], 64, compiled) == []
 
 
+@pytest.mark.parametrize(
+  ("kernel", "D", "budget"),
+  [("fwd", 80, 11.9), ("fwd", 96, 10.8), ("fwd", 104, 13.4), ("fwd", 160, 13.5), ("dQ", 80, 9.6), ("dK dV", 80, 11.0)],
+)
+def test_budget_between_powers_of_two(kernel: str, D: int, budget: float) -> None:
+  """LLVM would load so much ahead there that it spills, if products did not wait for one another."""
+  assert faults_by(budget, D, compiled_by(kernel, "gfx1100", "float16", D, causal=False)) == []
+
+
 GOOD = Compiled(Tiles("gfx942", 4, 2, 64), 152, 0, 0, 0, 20480, Counter(matrix=64, valu=576), "none")
 
 

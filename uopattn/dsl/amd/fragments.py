@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import ceildiv
 
 Index = TypeVar("Index", int, UOp)
 
@@ -108,6 +109,14 @@ class Fragments:
   def dtype(self, dtype: DType) -> DType:
     """The type of what is multiplied, terms or elements, for q, k and v of a type."""
     return dtypes.bfloat16 if self.terms > 1 else dtype
+
+  def paced(self, size: int) -> bool:
+    """Whether products with rows of `size` elements wait for one another, see `uopattn.dsl.amd.products.Pace`.
+
+    They do with terms, and on RDNA3, whose operands take twice the registers, unless `size` is a power of two in tiles.
+    Otherwise LLVM loads the operands of most products ahead, and spills.
+    """
+    return self.terms > 1 or (self.repeated and ceildiv(size, MMA_SIZE).bit_count() > 1)
 
   @property
   def products(self) -> int:

@@ -151,7 +151,7 @@ class Mma:
     tiles: list[list[Any]] = [[None for _ in numbers] for _ in operands]
     if starts is not None:
       tiles = [[UOp.stack(*x[n * f.result :][: f.result]) for n in numbers] for x in starts]
-    pace = Pace(f.terms > 1, 1, lds)
+    pace = Pace(f.paced(len(operands[0]) * f.step), 1, lds)
     held: dict[range, list[Operand]] = {}
     # With terms each operand is held for as short as possible.
     order = [(n, x) for x in chained for n in numbers] if f.terms > 1 else [(n, x) for n in numbers for x in chained]
@@ -218,7 +218,7 @@ class Mma:
       starts: C, in the tiles of acc.
     """
     f = self.f
-    stores, pace = [], Pace(f.terms > 1, 0, lds)
+    stores, pace = [], Pace(f.paced(sizes(acc)[1] * MMA_SIZE), 0, lds)
     for d in range(sizes(acc)[1]):
       out = [tiles[d] for tiles in starts]
       for steps in self.chains(len(operands[0])):
@@ -299,7 +299,7 @@ class Mma:
 
 
 class Pace:
-  """Lets a product of terms load its operands only once the products before it are done, for want of registers.
+  """Lets a product load its operands only once the products before it are done, for want of registers.
 
   Attributes:
     slows: whether it does so.
