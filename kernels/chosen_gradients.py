@@ -41,19 +41,19 @@ def list_choosers(rows: UOp, times: UOp, totals: UOp, chosen: UOp, slots: UOp, *
   (B, heads, M, keys), s = sizes(chosen), Scope()
   item, thread = s.axis(B * heads * ceildiv(keys, THREADS), AxisType.GLOBAL), s.axis(THREADS, AxisType.LOCAL)
   key, head = item % ceildiv(keys, THREADS) * THREADS + thread, item // ceildiv(keys, THREADS)
-  count = s.buffer(1, dtype=dtypes.int)
-  count = count.after(count.after(thread, item)[0].store(ZERO))
+  listed = s.buffer(1, dtype=dtypes.int)
+  listed = listed.after(listed.after(thread, item)[0].store(ZERO))
   m = s.axis(M)
   begin = head * M * keys + key
   exists = key < keys
   count = chosen.base[(begin + m * keys).valid(exists)].load()
   is_chosen = all_of(exists, count.cast(dtypes.int) > 0)
-  at = count.after(m)[0].load()
+  at = listed.after(m)[0].load()
   to = (begin + clamp(at.cast(dtypes.weakint), 0, M - 1) * keys).valid(is_chosen.ne(0))
   row = (m * top_k).cast(dtypes.int) + slots.base[(begin + m * keys).valid(is_chosen.ne(0))].load()
   stores = rows.base[to].store(row), times.base[to].store(count)
-  count = count.after(count.after(*stores)[0].store(at + is_chosen).end(m))
-  total = totals.base[(head * keys + key).valid(exists)].store(count[0].load())
+  listed = listed.after(listed.after(*stores)[0].store(at + is_chosen).end(m))
+  total = totals.base[(head * keys + key).valid(exists)].store(listed[0].load())
   return make_kernel(f"list_choosers_{B}_{heads}_{M}_{keys}_{top_k}", (thread, item), total)
 
 

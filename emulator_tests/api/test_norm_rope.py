@@ -142,7 +142,7 @@ def test_mistakes_are_noticed(mistake: str, dtype: DType, monkeypatch: pytest.Mo
     check_case(Case(dtype=dtype).in_groups(), "gfx942")
 
 
-@pytest.mark.parametrize(("reads", "dtype"), [("parts", dtypes.float16), ("element", INT4)], ids=str)
+@pytest.mark.parametrize(("reads", "dtype"), [("spans", dtypes.float16), ("element", INT4)], ids=str)
 def test_the_next_position_is_noticed(reads: str, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
   right = getattr(NormRope, reads)
 
