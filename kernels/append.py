@@ -1,10 +1,10 @@
 """Writes new keys and values into a cache, in place, each sequence from a position of its own on.
 
-One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. A `RowMap`
-says which row of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there
-is none, nothing is written. A row in the cache's dtype is copied as words; others are rounded to 8 or 4 bits, to
-nearest, ties to even, after division by a scale: of the head, or of the row, which then maps its largest element to
-the largest number of the dtype.
+One kernel writes the rows of k and of v, and the scales of their rows if the cache has 8 or 4 bits. A `RowMap` says
+which row of the cache a position has: the next one of the sequence, one of a ring, or one of a page. Where there is
+none, nothing is written. A row in the cache's dtype is copied as words; others are rounded to 8 or 4 bits, to nearest,
+ties to even, after division by a scale: of the head, or of the row, which then maps its largest element to the largest
+number of the dtype.
 
 A `NormRope` says what becomes of keys before that: RMS norm and rotation. The kernel may do the same to the queries of
 the same positions, and writes them to memory of their own.

@@ -203,14 +203,14 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, scale: float) -> UOp:
     semaphores: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
     scale: factor of the sums.
   """
-  (heads, M, Dk), (_, n_tiles, slices, _) = sizes(dq), sizes(dq_sum)
+  (heads, M, Dk), (_, n_tiles, n_slices, _) = sizes(dq), sizes(dq_sum)
   s = Scope()
   group = Workgroup(s, heads, n_tiles, WARPS, WARP)
-  tile, values = group.head * n_tiles + group.block, s.buffer(slices * SLICE // 2)
+  tile, values = group.head * n_tiles + group.block, s.buffer(n_slices * SLICE // 2)
   added = semaphores.base[tile].load().ne(0)
   stores = []
-  for i in range(slices * SLICE // MMA_N):
-    at = ((tile * slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
+  for i in range(n_slices * SLICE // MMA_N):
+    at = ((tile * n_slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
     stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
   acc, first = values.after(UOp.group(*stores)), group.block * BLOCK + group.warp * MMA_M
   rows = [first + row_of(group.lane, half) for half in range(HALVES)]

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -175,8 +175,9 @@ def append_call(
   """
   variables = free_variables(start)
   start = in_kernel(start) if isinstance(start, UOp) else start
-  sources = [_outside(targets, x) for x in sources]
-  q = None if q is None else _outside(targets, q)
+  overwritten = {_buffer(x) for x in targets}
+  sources = [_outside(overwritten, x) for x in sources]
+  q = None if q is None else _outside(overwritten, q)
   of_targets, of_sources = (tuple(map(StridedRows.of, pair)) for pair in (targets, sources))
   call = Append(
     cast(tuple[StridedRows, StridedRows], of_targets),
@@ -244,9 +245,9 @@ def _buffer(x: Tensor) -> UOp:
   return base
 
 
-def _outside(targets: Sequence[Tensor], x: Tensor) -> Tensor:
-  """Return x, copied if it may lie in the memory of the targets, which are overwritten meanwhile."""
-  if _buffer(x) not in map(_buffer, targets):
+def _outside(overwritten: Collection[UOp], x: Tensor) -> Tensor:
+  """Return x, copied if it may lie in one of the buffers that are overwritten meanwhile."""
+  if _buffer(x) not in overwritten:
     return x
   # `contiguous` alone may be a view: tinygrad makes no view of what is repeated.
   return x.unsqueeze(0).expand(2, *x.shape).contiguous()[0]

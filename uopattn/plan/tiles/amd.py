@@ -61,10 +61,10 @@ def _largest_forward(problem: Problem, target: Target) -> Forward:
       budget, in_turn = 360, (8, 4)
   if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
     budget, wanted = 170, (64, 48, 32, 16)
-  if f.terms == 1 and (f.paced(Dk) or f.paced(Dv)):  # gfx1100 without spills; more waves stage less each
-    budget, in_turn = 184, (8, 4)
   if f.terms > 1:  # the loop over masked tiles spills otherwise
     budget, wanted = (190, (16,)) if f.repeated else (140, wanted)
+  elif f.paced(Dk) or f.paced(Dv):  # gfx1100 spills with more; eight waves stage less each
+    budget, in_turn = 184, (8, 4)
   sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
   # With terms each tile of queries is split for each tile of keys, which more keys save, and more queries do not.
   two = M // MMA_SIZE if f.terms == 1 else 0
@@ -103,7 +103,7 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   f = Fragments.of(target.arch, bits)
   registers = _registers(f)
   if gradients == "dq" and f.terms == 1 and f.paced(max(Dk, Dv)):
-    registers = 190  # gfx1100 without spills
+    registers = 190  # gfx1100 spills with more
   rows, others = (p.N, p.M) if gradients != "dq" else (p.M, p.N)
   least, waves = Backward.least(f), min(4, ceildiv(rows, MMA_SIZE))
   row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for only one
