@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl import clamp
+from uopattn.dsl import clamp, sizes
 from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
@@ -118,7 +118,7 @@ def softmax_mistakes(owner: Any, phase: str, scale: float | None = None) -> dict
   """Mistakes of the softmax that `owner` has by this name.
 
   Args:
-    scale: of scores whose maxima grow by more than the kernel's slack; None for a kernel without.
+    scale: of scores whose maxima grow so much that a kernel which keeps its m_i must change it; None for others.
   """
   options = {} if scale is None else {"scale": scale}
   return {
@@ -319,8 +319,19 @@ FLOAT32 = MMA | {
 }
 TURING = MMA | {"halves of k exchanged": Mistake(mma, "_share", k_halves_exchanged)}
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
+
+
+def never_too_low(right: Phase) -> Phase:
+  return lambda *given: (*right(*given)[:2], UOp.const(False))
+
+
+def added_as_it_is(_: Any, state: wgmma_mainloop.State, out: UOp) -> list[UOp]:
+  return [state.acc[i].store(state.acc[i].load() + out[i].load()) for i in range(sizes(out)[0])]
+
+
 HOPPER = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | PACK
 HOPPER |= softmax_mistakes(wgmma_softmax, "online_softmax", scale=5.0)
+HOPPER |= {"m_i never too low": Mistake(wgmma_softmax, "speculative_softmax", never_too_low, {"scale": 100.0})}
 HOPPER8 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
   "values not transposed": Mistake(Cuda, "ldmatrix", not_transposed),
   "odd columns are the even ones": Mistake(Dialect, "odd_bytes", instead(Dialect.even_bytes)),
@@ -330,11 +341,7 @@ HOPPER8 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
     lambda right: lambda dialect, x, dtype: right(dialect, [x[0], x[2], x[1], x[3]] if len(x) == 4 else x, dtype),
   ),
   "products of tiles added up without a rescale": Mistake(
-    wgmma_mainloop.OverlappedMainloop,
-    "add_pv",
-    lambda right: (
-      lambda self, state, out, alphas: right(self, state, out, None if alphas is None else [x * 0 + 1 for x in alphas])
-    ),
+    wgmma_mainloop.SeparatePVMainloop, "add_pv", instead(added_as_it_is)
   ),
 }
 

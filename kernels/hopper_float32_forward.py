@@ -47,7 +47,6 @@ from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS_PER_THREAD, TensorPipel
 from uopattn.dsl.nvidia.tma import fits
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.nvidia.wgmma_mainloop import SequentialMainloop, State
-from uopattn.dsl.nvidia.wgmma_softmax import Softmax
 from uopattn.dsl.packed import Words, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
@@ -211,9 +210,9 @@ class Mainloop(SequentialMainloop):
 
   terms = TERMS
 
-  def packed(self, softmax: Softmax) -> list[UOp]:
+  def packed(self, p: list[list[UOp]]) -> list[UOp]:
     """The terms of P of both rows, in the order of left operands, one term after another."""
-    pairs = [row[i : i + 2] for i in range(0, len(softmax.p[0]), 2) for row in softmax.p]
+    pairs = [row[i : i + 2] for i in range(0, len(p[0]), 2) for row in p]
     terms = [bfloat16_terms(CUDA, *pair) for pair in pairs]
     return [words[term] for term in range(TERMS) for words in terms]
 

@@ -63,7 +63,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS_PER_THREAD, TensorPipeline
 from uopattn.dsl.nvidia.tma import fits
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
-from uopattn.dsl.nvidia.wgmma_mainloop import OverlappedMainloop, PingPong, State, Walk
+from uopattn.dsl.nvidia.wgmma_mainloop import OverlappedMainloop, PingPong, SeparatePVMainloop, State, Walk
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import full_then_masked, masked_then_full
@@ -212,10 +212,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   q_words = s.buffer(round_up(Dk, wgmma.K) // 4, dtype=dtypes.uint) if tiles.in_registers else None
   attended = mine.rules, mine.key_range, tiles.block_n, diverges
-  main = OverlappedMainloop(s, group, q.dtype, trip, scores, rows, *attended, ping_pong=ping_pong, q_words=q_words)
-  state = State.make(
-    s, tiles.p_words, round_up(Dv, 16), group.item, trip.entry, separate_pv=tiles.step == 32, lags=True
-  )
+  mainloop, eight = (SeparatePVMainloop, True) if tiles.step == 32 else (OverlappedMainloop, False)
+  main = mainloop(s, group, q.dtype, trip, scores, rows, *attended, ping_pong=ping_pong, q_words=q_words)
+  state = State.make(s, tiles.p_words, round_up(Dv, 16), group.item, trip.entry, separate_pv=eight, lags=eight)
   state = main.run(mine.walk(M, tiles, group.warp), state, trip.entry)
   stores = main.epilogue(o, lse, mine.head, state.acc, state.m_i, loaded(state.l_i))
   stores = trip.end(mine.key_range.n_tiles, stores)

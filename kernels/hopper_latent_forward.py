@@ -39,7 +39,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, WorkTile, loop
 from uopattn.dsl.nvidia.tma import fits
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, row_maxima
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, packed_words, row_maxima
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
@@ -324,7 +324,7 @@ class Mainloop(wgmma_mainloop.Mainloop):
     before = [self.alpha(state.m_i[half].load(), m_other[half]) for half in range(HALVES)]
     l_old = [state.l_i[half].load() * before[half] for half in range(HALVES)]
     softmax = rows.softmax(seen, m_other, l_old, loaded(self.maxima.after(met)))
-    words = softmax.words(self.dtype)
+    words = packed_words(softmax.p, self.dtype)
     arrival = self.exchange.give(softmax.m_i, words, met, *kept)
     stored = [state.l_i.after(arrival)[half].store(softmax.l_i[half]) for half in range(HALVES)]
     # m after l, which is made of it

@@ -206,7 +206,7 @@ class Mainloop(SequentialMainloop):
     maxima = [CUDA.fmax(a, b) for a, b in zip(own, others, strict=True)]
     softmax = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i), maxima)
     stores = softmax.stores(state.m_i.after(*after), state.l_i.after(*after))
-    stored = exchange.store_words(self.packed(softmax), exchange.warpgroup * (steps // WARPGROUPS), met)
+    stored = exchange.store_words(self.packed(softmax.p), exchange.warpgroup * (steps // WARPGROUPS), met)
     return softmax.alpha, exchange.load_words(steps, exchange.sync(*stored)), stores
 
 

@@ -24,14 +24,13 @@ from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WORDS, Epilogue, 
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, Softmax
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, packed_words, row_registers
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope, sizes
 
 ZERO = UOp.const(0)
-SLACK = 8.0  # P up to 256 costs no precision in 16 bits
 
 
 class State(NamedTuple):
@@ -43,7 +42,7 @@ class State(NamedTuple):
     m_i: row max of each row.
     l_i: running sum of each row, over this lane's keys.
     pv: P V of a tile, which the threads add to acc, as the tensor cores would cut off the sum; None if they need not.
-    alpha: the factor of each row that brings acc to m_i, where P V is added a tile later.
+    alpha: the factor of each row that brings acc to m_i, where P V is added a tile later; None if acc is always so.
   """
 
   acc: UOp
@@ -126,11 +125,6 @@ class Mainloop:
     return v_tile.address()
 
   @property
-  def slack(self) -> float:
-    """By how much maxima may lag, see `online_softmax`: not at all where O is rescaled in every tile."""
-    return 0.0
-
-  @property
   def lane_key(self) -> UOp:
     """This lane's first key of a tile."""
     return self.group.lane % QUAD * 2
@@ -150,18 +144,18 @@ class Mainloop:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
     rows = self.score_rows(n_tile, masked)
     scores, old = rows.scores(self.scores.after(*after)), (loaded(state.m_i), loaded(state.l_i))
-    softmax = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype), slack=self.slack)
+    softmax = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype))
     # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
     stores = softmax.stores(state.m_i.after(*after), state.l_i.after(*after))
-    return softmax.alpha, self.packed(softmax), stores
+    return softmax.alpha, self.packed(softmax.p), stores
 
   def score_rows(self, n_tile: UOp, masked: bool) -> ScoreRows:
     """This lane's rows of S."""
     return ScoreRows(self.rules, self.rows, self.key_range.tile(n_tile) * self.block_n + self.lane_key, masked)
 
-  def packed(self, softmax: Softmax) -> list[UOp]:
-    """P as a left operand."""
-    return softmax.words(self.dtype)
+  def packed(self, p: list[list[UOp]]) -> list[UOp]:
+    """P of both rows as a left operand."""
+    return packed_words(p, self.dtype)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Start O += P V, (64, columns), or P V by itself."""
@@ -264,9 +258,10 @@ class Walk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedMainloop(Mainloop):
-  """Q K^T of a tile and P V of the tile before it are in flight at once.
+  """Q K^T of a tile and P V of the tile before it are in flight at once, in 16 bits.
 
-  In 16 bits a warp rescales O only if a row of its has a new m_i, right before it adds P V.
+  P is computed relative to the m_i of the tiles before (`speculative_softmax`), which takes neither maxima nor a rescale
+  of O. If the m_i of a row of its is too low, a warp then takes a branch: it computes P again from S, and rescales O.
 
   Attributes:
     ping_pong: the order in which warpgroups start their products.
@@ -275,14 +270,6 @@ class OverlappedMainloop(Mainloop):
 
   ping_pong: PingPong
   q_words: UOp | None = None
-
-  @property
-  def slack(self) -> float:
-    """Large enough that few tiles change m_i.
-
-    In 8 bits there is none to spare, because P is scaled up to use the type's range.
-    """
-    return SLACK if self.dtype.itemsize == 2 else 0.0
 
   def run(self, walk: Walk, state: State, started: UOp) -> State:
     """Process all tiles."""
@@ -345,52 +332,50 @@ class OverlappedMainloop(Mainloop):
     trip, entry = loop(self.s, trips, early=self.diverges)
     n_tile, ping_pong = first + trip, self.ping_pong
     qk = self.start_qk(n_tile, ping_pong.sync(self.pipe.k.wait(n_tile, *entry, *state.registers())))
-    rescaled = self.rescale(state.after(*entry), qk)
-    old = state.after(*entry, *rescaled)
-    pv = self.start_pv(n_tile - 1, old, self.pipe.v.wait(n_tile - 1, qk, *rescaled))
+    old = state.after(*entry)
+    pv = self.start_pv(n_tile - 1, old, self.pipe.v.wait(n_tile - 1, qk))
     waited = self.wait_qk(1, pv if ping_pong.exclusive else ping_pong.arrive(pv))
-    alphas, words, stores = self.softmax(n_tile, masked, old, waited, self.release_k(n_tile, waited))
-    out = old.product.after(self.wait_pv(old, pv, *stores))
-    out = out.after(ping_pong.arrive(out)) if ping_pong.exclusive else out
-    stores += self.add_pv(old, out, alphas)
-    stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
-    stores.append(self.pipe.v.release(n_tile - 1, out))
-    return state.after(UOp.group(*stores).end(trip))
+    return state.after(self.update(n_tile, masked, old, pv, waited).end(trip))
+
+  def update(self, n_tile: UOp, masked: bool, old: State, pv: UOp, waited: UOp) -> UOp:
+    """Compute P of a tile whose S has been waited for, and wait for P V of the tile before."""
+    rows, released, total = self.score_rows(n_tile, masked), self.release_k(n_tile, waited), self.s.buffer(HALVES)
+    scores, m_i = (x.after(waited, released) for x in (self.scores, old.m_i))
+    seen = rows.scores(scores)
+    kept = [x.store(y) for at, row in zip(row_registers(scores), seen, strict=True) for x, y in zip(at, row, strict=True)]
+    p, sums, too_low = rows.speculative_softmax(seen, loaded(m_i))
+    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
+    summed = UOp.group(*(total.after(waited, released)[half].store(x) for half, x in enumerate(sums)))
+    out = old.product.after(self.wait_pv(old, pv, summed))
+    stores = [old.p.after(out)[i].store(word) for i, word in enumerate(self.packed(p))]
+    computed = UOp.group(*stores, *kept, summed, self.pipe.v.release(n_tile - 1, out))
+    checked = self.start_again(rows, too_low, old, total, computed)
+    l_i, total = old.l_i.after(checked), total.after(checked)
+    return UOp.group(checked, *(l_i[half].store(l_i[half].load() + total[half].load()) for half in range(HALVES)))
+
+  def start_again(self, rows: ScoreRows, too_low: UOp, old: State, total: UOp, computed: UOp) -> UOp:
+    """In warps where an m_i is too low, update the whole state, and clear the sums, which are then in l_i."""
+    once = self.s.axis(2, AxisType.REDUCE)  # a loop of at most one trip is a branch that a warp takes as a whole
+    inside = CUDA.leave_loop_unless_any(too_low, once >= 1, computed, once)
+    state, acc = old.after(inside), old.acc.after(inside)
+    scores = [[x.load() for x in row] for row in row_registers(self.scores.after(inside))]
+    softmax = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i))
+    stores = softmax.stores(state.m_i, state.l_i) + [total.after(inside)[half].store(0.0) for half in range(HALVES)]
+    stores += [state.p[i].store(word) for i, word in enumerate(self.packed(softmax.p))]
+    stores += [acc[i].store(acc[i].load() * softmax.alpha[i % 4 // 2]) for i in range(sizes(acc)[0])]
+    return UOp.group(*stores).end(once)
 
   def finish(self, state: State) -> State:
     """Add P V of the last tile."""
-    last, state = self.key_range.n_tiles - 1, state.after(*self.rescale(state))
+    last = self.key_range.n_tiles - 1
     pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers(), last=True))
     out = state.product.after(self.wait_pv(state, self.pipe.wait_all(pv)))
-    done = self.pipe.v.release(last, out, last=True)
-    if state.pv is not None:
-      done = UOp.group(done, *self.add_pv(state, out, None))
+    done = UOp.group(self.pipe.v.release(last, out, last=True), *self.add_pv(state, out))
     return state._replace(acc=state.acc.after(out, done))
 
-  def rescale(self, state: State, *after: UOp) -> list[UOp]:
-    """O = O alpha, by warps that have an alpha other than 1: a statement, or none in 8 bits, where `add_pv` does it."""
-    if state.pv is not None:
-      return []
-    assert state.alpha is not None
-    old = [x.load() for x in (state.alpha.after(*after)[half] for half in range(HALVES))]
-    once = self.s.axis(2, AxisType.REDUCE)  # a loop of at most one trip is a branch that a warp takes as a whole
-    inside = CUDA.leave_loop_unless_any(old[0].ne(1) | old[1].ne(1), once >= 1, *after, once)
-    acc, alpha = state.acc.after(inside), state.alpha.after(inside)
-    scaled = [acc[i].store(acc[i].load() * alpha[i % 4 // 2].load()) for i in range(sizes(acc)[0])]
-    return [UOp.group(*scaled).end(once)]
-
-  def add_pv(self, state: State, out: UOp, alphas: list[UOp] | None) -> list[UOp]:
-    """Add P V, in `out`, to O, and keep `alphas`, the factors that bring O to the scores' new maxima."""
-    elements = range(sizes(out)[0])
-    assert state.alpha is not None
-    if state.pv is None:
-      assert alphas is not None
-      return [state.alpha.after(out)[half].store(x) for half, x in enumerate(alphas)]
-    old = [state.alpha[half].load() for half in range(HALVES)]
-    added = [state.acc[i].store(state.acc[i].load() * old[i % 4 // 2] + out[i].load()) for i in elements]
-    if alphas is None:
-      return added
-    return added + [state.alpha.after(*added)[half].store(x) for half, x in enumerate(alphas)]
+  def add_pv(self, state: State, out: UOp) -> list[UOp]:
+    """Add P V, in `out`, to O: nothing to do where the tensor cores have."""
+    return []
 
   def release_k(self, n_tile: UOp, waited: UOp) -> UOp:
     """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
@@ -398,3 +383,27 @@ class OverlappedMainloop(Mainloop):
       return self.pipe.k.release(n_tile, waited)
     last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
     return UOp.group(self.pipe.k.release(n_tile, waited), self.pipe.q.release(ZERO, waited, when=last))
+
+
+class SeparatePVMainloop(OverlappedMainloop):
+  """The same for P V in registers of its own, in 8 bits.
+
+  It is added to O in the multiply-add that rescales O. So nothing is gained by an m_i that stays, nor is there room for
+  a P above 1, which is raised to use the type's range.
+  """
+
+  def update(self, n_tile: UOp, masked: bool, old: State, pv: UOp, waited: UOp) -> UOp:
+    alphas, words, stores = self.softmax(n_tile, masked, old, waited, self.release_k(n_tile, waited))
+    out = old.product.after(self.wait_pv(old, pv, *stores))
+    out = out.after(self.ping_pong.arrive(out)) if self.ping_pong.exclusive else out
+    added = self.add_pv(old, out)
+    assert old.alpha is not None
+    stores += added + [old.alpha.after(*added)[half].store(x) for half, x in enumerate(alphas)]
+    stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
+    return UOp.group(*stores, self.pipe.v.release(n_tile - 1, out))
+
+  def add_pv(self, state: State, out: UOp) -> list[UOp]:
+    """Add P V, in `out`, to O, with the factors that bring O to the maxima of the tile of P."""
+    assert state.alpha is not None
+    old, elements = [state.alpha[half].load() for half in range(HALVES)], range(sizes(out)[0])
+    return [state.acc[i].store(state.acc[i].load() * old[i % 4 // 2] + out[i].load()) for i in elements]

@@ -9,7 +9,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_N, columns, row_reduce
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.rules.softmax import online_softmax, speculative_softmax
 from uopattn.dsl.scope import sizes
 
 
@@ -21,15 +21,22 @@ class Softmax(NamedTuple):
   l_i: list[UOp]
   alpha: list[UOp]
 
-  def words(self, dtype: DType) -> list[UOp]:
-    """P in 8 or 16 bits, packed in words in the order of left operands."""
-    per = 4 // dtype.itemsize
-    packed = [[CUDA.pack_word(row[i : i + per], dtype) for i in range(0, len(row), per)] for row in self.p]
-    return [word for words in zip(*packed, strict=True) for word in words]
-
   def stores(self, m_i: UOp, l_i: UOp) -> list[UOp]:
     """Store m_i and l_i in registers."""
     return [x[half].store(y[half]) for half in range(HALVES) for x, y in ((m_i, self.m_i), (l_i, self.l_i))]
+
+
+def packed_words(p: list[list[UOp]], dtype: DType) -> list[UOp]:
+  """P of both rows in 8 or 16 bits, packed in words in the order of left operands."""
+  per = 4 // dtype.itemsize
+  words = [[CUDA.pack_word(row[i : i + per], dtype) for i in range(0, len(row), per)] for row in p]
+  return [word for pair in zip(*words, strict=True) for word in pair]
+
+
+def row_registers(products: UOp) -> list[list[UOp]]:
+  """The registers of S of each row, of (keys / 2,) in the order of accumulators."""
+  tiles = range(2 * sizes(products)[0] // MMA_N)
+  return [[products[4 * n + 2 * half + e] for n in tiles for e in range(2)] for half in range(HALVES)]
 
 
 class ScoreRows(NamedTuple):
@@ -53,11 +60,9 @@ class ScoreRows(NamedTuple):
     Args:
       products: registers with S, (keys / 2,), in the order of accumulators.
     """
-    tiles, scores = 2 * sizes(products)[0] // MMA_N, []
-    for half, row in enumerate(self.rows):
-      seen = [products[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
-      scores.append(self.rules.scores(seen, row, self.first, columns(tiles), self.masked))
-    return scores
+    of_rows = [[x.load() for x in row] for row in row_registers(products)]
+    offsets = columns(len(of_rows[0]) // 2)
+    return [self.rules.scores(x, row, self.first, offsets, self.masked) for x, row in zip(of_rows, self.rows, strict=True)]
 
   def softmax(
     self,
@@ -66,7 +71,6 @@ class ScoreRows(NamedTuple):
     l_old: list[UOp],
     maxima: list[UOp] | None = None,
     p_scale_log2: int = 0,
-    slack: float = 0.0,
   ) -> Softmax:
     """Update the online softmax of both rows.
 
@@ -74,16 +78,26 @@ class ScoreRows(NamedTuple):
       scores: of both rows.
       m_old, l_old: m_i and l_i so far.
       maxima: the largest score of each row, where other warpgroups have some of its keys; otherwise it is found here.
-      p_scale_log2, slack: see `online_softmax`.
+      p_scale_log2: see `online_softmax`.
     """
     row_updates = []
     for half, row in enumerate(self.rows):
       reduced = row_reduce if maxima is None else (lambda operation, value, largest=maxima[half]: largest)
       old, scaling = (m_old[half], l_old[half]), self.rules.scaling
-      p, *rest = online_softmax(CUDA, scores[half], scaling, *old, reduced, p_scale_log2, slack)
+      p, *rest = online_softmax(CUDA, scores[half], scaling, *old, reduced, p_scale_log2)
       p = self.rules.weights(p, row, self.first, columns(len(p) // 2), self.masked)
       row_updates.append((p, *rest))
     return Softmax(*(list(x) for x in zip(*row_updates, strict=True)))
+
+  def speculative_softmax(self, scores: list[list[UOp]], m_i: list[UOp]) -> tuple[list[list[UOp]], list[UOp], UOp]:
+    """Return P of both rows, after dropout, relative to m_i so far, the sums before it, and whether m_i is too low."""
+    p, sums, too_low = [], [], []
+    for half, row in enumerate(self.rows):
+      weights, *of_row = speculative_softmax(CUDA, scores[half], self.rules.scaling, m_i[half])
+      p.append(self.rules.weights(weights, row, self.first, columns(len(weights) // 2), self.masked))
+      sums.append(of_row[0])
+      too_low.append(of_row[1])
+    return p, sums, reduce(UOp.__or__, too_low)
 
 
 def row_maxima(scores: list[list[UOp]]) -> list[UOp]:

@@ -12,8 +12,9 @@ makes x a, and so m, exact. See `Scaling.factor`.
 P of 8 bits is raised by a power of two, to use the type's range: m is less by that power, and rounded again. Where m is
 large that would not be exact, and P is not raised.
 
-P is right relative to any m that is not far below the maximum. With `slack` (FlashAttention-4) m_i lags behind it, and
-what was summed need not be brought to a new m_i in most tiles.
+P is right relative to any m that is not far below the maximum, so a tile need not change m (FlashAttention-4). Nor need
+the maximum be known: `speculative_softmax` takes the m of the tiles before, and the sum, which is wanted anyway, tells
+whether it was too low, as no P is above it. Only then, in few tiles, `online_softmax` starts again from the scores.
 
 Where scores are modified anyway, the maximum is subtracted first, P = exp2((x - m) a), which is right always.
 """
@@ -33,6 +34,7 @@ from uopattn.dsl.scope import gated
 
 FLOAT32_MAX = 3.4028234663852886e38
 LOWEST = -FLOAT32_MAX  # m_i of a row that has seen no key: not above any other, and finite, as -inf - -inf is NaN
+MOST_P = 256.0  # in 16 bits P up to this costs no precision
 LARGEST_M, LARGEST_M_8 = 2.0**28, 2.0**23  # of m_i in base 2, whose rounding leaves P within float16, and within 8 bits
 
 Operation = Callable[[UOp, UOp], UOp]
@@ -152,7 +154,6 @@ def online_softmax(
   l_old: UOp,
   row_reduce: Callable[[Operation, UOp], UOp],
   p_scale_log2: int = 0,
-  slack: float = 0.0,
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
   """Update the online softmax of one query with this lane's scores of a tile.
 
@@ -164,8 +165,6 @@ def online_softmax(
     l_old: the sum of this lane's P so far.
     row_reduce: applies an operation across all lanes of the query.
     p_scale_log2: P, and with it the sum, is raised by 2**p_scale_log2; see `Scaling.unit`.
-    slack: m_i stays while the largest logit is above it by at most this, in base 2. Then alpha is 1, and P is at most
-      2**slack. Where m_i is so large that `Scaling.factor` is another one, numbers that differ do so by more.
 
   Returns:
     P of this lane's scores, the new m_i, the new sum of this lane's P, and alpha, the factor on what was summed before.
@@ -178,11 +177,28 @@ def online_softmax(
     return dialect.exp2(x)
 
   m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
-  if slack:
-    m_new = (m_new - m_old > slack / scaling.log2).where(m_new, m_old)
   alpha = scaling.alpha(power, m_old, m_new)
   p = [power(x) for x in scaling.exponents(dialect, scores, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
+
+
+def speculative_softmax(
+  dialect: Dialect, scores: list[UOp], scaling: Scaling, m_i: UOp
+) -> tuple[list[UOp], UOp, UOp]:
+  """Compute P of a tile relative to the m_i of the tiles before it, without looking for the maximum.
+
+  Args:
+    dialect, scores, scaling: see `online_softmax`.
+    m_i: of the query so far; `LOWEST` before the first tile.
+
+  Returns:
+    P of this lane's scores, their sum, and whether m_i is too low: P would leave its type's range, or has left it.
+    Otherwise P is at most `MOST_P`. Where m_i is so large that `Scaling.factor` is another one, scores above it are so
+    far above that it is too low.
+  """
+  p = [dialect.exp2(x) for x in scaling.exponents(dialect, scores, m_i)]
+  total = reduce(UOp.__add__, p)
+  return p, total, total > MOST_P
 
 
 class Row(NamedTuple):
