@@ -77,6 +77,7 @@ def test_arithmetic(dialect):
     "fmax": (lambda v, _: dialect.fmax(v, zero), np.fmax(x, np.float32(0))),
     "fmin": (lambda v, _: dialect.fmin(v, zero), np.fmin(x, np.float32(0))),
     "exp2": (lambda v, _: dialect.exp2(v), np.exp2(x)),
+    "reciprocal": (lambda v, _: dialect.reciprocal(v), np.divide(1, x, where=x != 0, out=np.full_like(x, np.inf))),
   }
   for name, (word, want) in cases.items():
     np.testing.assert_allclose(launch(lanewise(name, word), x, x, arch=arch), want, rtol=1e-6)

@@ -54,6 +54,7 @@ WORDS = {
   "fmax": lambda x, lane: HIP.fmax(x, UOp.const(0.5, dtypes.float)),
   "fabs": lambda x, lane: HIP.fmax(HIP.fabs(x), UOp.const(0.5, dtypes.float)),  # as an operand's modifier
   "exp2": lambda x, lane: HIP.exp2(x),
+  "reciprocal": lambda x, lane: HIP.reciprocal(x),
   "read_later": lambda x, lane: HIP.shuffle(read_after(x), lane ^ 21),
   "even_bytes": lambda x, lane: HIP.even_bytes(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
   "odd_bytes": lambda x, lane: HIP.odd_bytes(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
@@ -97,7 +98,7 @@ def assembly(ir: str, arch: str = "gfx1100") -> str:
 
 def instructions(text: str) -> Counter[str]:
   """Those that do the word's work: register names are left out, and so are numbers that may be in registers."""
-  lines = [line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|max|min|cvt_pk)|ds_|.*_dpp)", line)]
+  lines = [line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|rcp|max|min|cvt_pk)|ds_|.*_dpp)", line)]
   return Counter(re.sub(r"\b[vs]\d+\b|\b0x[0-9a-f]{8}\b", "", line) for line in lines)
 
 

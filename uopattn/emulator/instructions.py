@@ -233,6 +233,7 @@ MEANINGS: dict[str, Meaning] = {
   "fmin": lambda run, u, a, b: np.fmin(a, b),
   "fabs": lambda run, u, x: np.abs(x),
   "exp2": _exp2,
+  "reciprocal": lambda run, u, x: without_denormals(1 / without_denormals(x)),
   "pack_half": _pack(dtypes.half),
   "pack_bfloat16": _pack(dtypes.bfloat16),
   "pack_e4m3": _pack4(dtypes.fp8e4m3),

@@ -13,6 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type, sizes
 from uopattn.dsl.instruction import typed
+from uopattn.dsl.instructions import DIALECTS, GENERIC, Dialect
 from uopattn.dsl.rules.bias import BiasWork
 from uopattn.dsl.rules.head_view import Chosen, Pages, Scales
 from uopattn.dsl.rules.masks import Table
@@ -119,7 +120,9 @@ class Launch:
     if "work" in self.kernel.params:
       wanted["work"] = BiasWork.of(self.spec, self.tiles)
     if "rules" in self.kernel.params:
-      wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
+      wanted["rules"] = rules_of(
+        self.spec, arguments, self.pack_gqa, self.schedule.operand, DIALECTS.get(self.schedule.devices[0], GENERIC)
+      )
     read_or_written = [(x, y) for x, y in zip(own, placeholders, strict=False) if x.mode != "unread"]
     flat = {x.parameter or x.name: self._flat(x, y) for x, y in read_or_written}
     kernel = typed(self.kernel.graph(flat, **{name: wanted[name] for name in self.kernel.params if name in wanted}))
@@ -250,13 +253,18 @@ def _built(
 
 
 def rules_of(
-  spec: AttentionSpec, buffers: Mapping[str, Sequence[UOp]], pack_gqa: int = 1, operand: DType | None = None
+  spec: AttentionSpec,
+  buffers: Mapping[str, Sequence[UOp]],
+  pack_gqa: int = 1,
+  operand: DType | None = None,
+  dialect: Dialect = GENERIC,
 ) -> Rules:
   """Return the rules of a kernel, given its buffers by the names of their arguments.
 
   Args:
     pack_gqa: query heads that the kernel treats as rows of one head.
     operand: the dtype that 8-bit keys and values with scales are widened to; None is q's dtype.
+    dialect: the kernel's.
   """
   operand = operand or spec.dtype
   tables = {name: tuple(map(Table, buffers.get(name, ()))) for name in ("aux", "block_mask")}
@@ -290,5 +298,6 @@ def rules_of(
     mask_mods=tuple(mod(aux) for mod, aux in masks if mod is not None),
     dropout_p=spec.dropout_p,
     origin=spec.origin,
+    dialect=dialect,
     **kwargs,
   )

@@ -22,6 +22,7 @@ HIP, CUDA, TURING, METAL, GENERIC, CPU, AMX = (
   Amx("c"),
 )
 
+DIALECTS = {"AMD": HIP, "CUDA": CUDA, "METAL": METAL}  # by kinds of devices; those of others are GENERIC or CPU
 _LIST = [*declared_in(Dialect, Hip, Cuda, Cpu, Amx), WAVE_FENCE]
 _LIST += [*cuda.IN_FAMILIES, *cpu.IN_FAMILIES, *amx.IN_FAMILIES]
 INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
@@ -31,6 +32,7 @@ __all__ = [
   "BY_TEXT",
   "CPU",
   "CUDA",
+  "DIALECTS",
   "GENERIC",
   "HIP",
   "INSTRUCTIONS",

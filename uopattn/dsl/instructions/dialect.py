@@ -113,6 +113,18 @@ class Dialect:
   def exp2(self, x: Float) -> Float:
     """2**x in float32 by the hardware's approximation (2 ulp; denormal results are 0)."""
 
+  @instruction(
+    hip="__builtin_amdgcn_rcpf({0})",
+    llvm=lambda y, x: f"{y} = call float @llvm.amdgcn.rcp.f32(float {x})",
+    cuda=_float_asm("rcp.approx.ftz.f32"),
+    metal="1.0f / ({0})",
+  )
+  def reciprocal(self, x: Float) -> Float:
+    """1 / x in float32 by the hardware's approximation (1 ulp; denormal operands and results are 0), without a branch.
+
+    NVIDIA's compiler makes a branch of `UOp.reciprocal`, and AMD's ten instructions.
+    """
+
   @instruction(**_perm(0x05040100), cuda="__byte_perm({0}, {1}, 0x5410)")
   def low_halves(self, a: Word, b: Word) -> Word:
     """The low 16 bits of two uint32, a's below b's, in one instruction.
@@ -170,3 +182,6 @@ class Generic(Dialect):
 
   def exp2(self, x: UOp) -> UOp:
     return x.exp2()
+
+  def reciprocal(self, x: UOp) -> UOp:
+    return x.reciprocal()

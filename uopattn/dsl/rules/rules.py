@@ -11,6 +11,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops
 
+from uopattn.dsl.instructions import GENERIC, Dialect
 from uopattn.dsl.math import LN2, LOG2E, tanh
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.head_view import Chosen, HeadView, Pages, Scales
@@ -44,6 +45,7 @@ class Rules(Masks):
     seed: (2,) uint32 seed of dropout; None without dropout.
     bias_slope: (score, b, h, q_idx, kv_idx, grad) -> grad times the derivative of score_mod with respect to a number
       that it reads, whose gradient is wanted; None if that is the additive mask's.
+    dialect: of the instructions in score functions.
   """
 
   group: int = 1
@@ -59,6 +61,7 @@ class Rules(Masks):
   dropout_p: float = 0.0
   seed: UOp | None = None
   bias_slope: Callable[..., UOp] | None = None
+  dialect: Dialect = GENERIC
 
   @property
   def kv_heads(self) -> int:
@@ -254,7 +257,8 @@ class HeadRules(HeadMasks):
     if r.scales is not None:
       score = score * self._scale(KEYS, key, masked)
     if r.softcap is not None:
-      score = tanh(score) * r.softcap if r.moves else tanh(score)
+      score = tanh(score, r.dialect.reciprocal)
+      score = score * r.softcap if r.moves else score
     if r.score_mod is not None:
       score = self._mod(score, row, key)
     score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
@@ -344,7 +348,7 @@ class HeadRules(HeadMasks):
     score = product * self.rules.scaling.pre
     if self.rules.softcap is None:
       return score, None
-    bounded = tanh(score)
+    bounded = tanh(score, self.rules.dialect.reciprocal)
     return bounded * self.rules.softcap, 1.0 - bounded * bounded
 
   def bias_vjp(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:

@@ -80,7 +80,7 @@ MEASURED = {
     Measured(Forward(1, 64, 2), 2, 447, 277),
   ),
   (128, True): (
-    Measured(Forward(2, 128, 2, producer=True, persistent=True), 1, 586, 283),
+    Measured(Forward(2, 128, 2, producer=True, persistent=True, in_registers=True), 1, 586, 283),
     Measured(Forward(2, 128, 3), 1, 504, 367),
     Measured(Forward(1, 64, 2), 2, 415, 440),
   ),
