@@ -2,14 +2,18 @@
 
 FlashAttention-2 (Dao, 2023), with two products in flight at once: Q K^T of a tile, and P V of the previous tile
 (`uopattn.dsl.nvidia.wgmma_mainloop.OverlappedMainloop`):
-    start S = Q K[n]^T    (64, block_n), then O = O alpha if a row of the warp has a new m, O += P V[n-1]   (64, Dv)
-    wait for S            m, l, P' in registers; the four lanes of a row reduce the max per tile, l only at the end
+    start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
+    wait for S            P' = exp2(S a - m) with the m of the tiles before, and l += its sum over this lane's keys
     wait for O            P = P'
-m follows the maximum only where it grows by more than 8 in base 2, as in FlashAttention-4, which few tiles do: then
-alpha is 1, and a branch passes over O. (In 8 bits m is always the maximum, and O is rescaled with each tile.)
+    if a sum is > 256     in this warp: m = the row's maximum, over its four lanes, P and l again, O = O alpha
+The last line is a branch that few tiles take after the first. No maximum is needed to know that m is high enough: no P
+is above the sum of a lane's P, and P up to 256 is as good as P up to 1. That takes maxima, shuffles and alpha, which
+all wait for one another, out of the softmax. (FlashAttention-4 keeps m too, but finds the maximum of each tile. In 8
+bits m is always the maximum, and O is rescaled with each tile.)
 
-NVIDIA's compiler moves the second wait up to the first, so products overlap with the softmax of other warpgroups. With
-the wait held in place, as in FlashAttention-3 (Shah et al., 2024), the kernel was slower; see scripts/results/NOTES.md.
+NVIDIA's compiler moves the second wait up into the softmax, so products overlap mostly with the softmax of other
+warpgroups. With the wait held in place, as in FlashAttention-3 (Shah et al., 2024), the kernel was slower when it still
+looked for maxima; see scripts/results/NOTES.md.
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, and
 `stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
@@ -40,9 +44,9 @@ errors of their own product, about 1e-4 of a score, which show in the LSE (`uopa
 warpgroups hold the ping-pong barrier until their products complete; otherwise the products of both would end, and their
 softmax start, at the same time.
 
-Speed on an H100, bfloat16, N=4096: 613 TFLOP/s at D=128, 490 at D=64 and 692 at D=256, 0.975, 1.05 and 1.02 times
-FlashAttention-3; causal 575 at D=128, 1.02 times. fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16 was before m
-was allowed to lag behind the maximum. scripts/results/KERNELS.md has more, and what spills.
+Speed on an H200, bfloat16, N=4096: 656 TFLOP/s at D=128, 594 causal, 695 at D=256, 1.03, 1.00 and 1.01 times the
+faster of FlashAttention-3 and 4; at D=64, N=8192 566, 1.07 times. fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as
+float16 was when each tile had its own m. scripts/results/KERNELS.md has more, and what spills.
 """
 
 from dataclasses import dataclass, replace

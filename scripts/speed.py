@@ -99,16 +99,17 @@ NAMES = {  # of contenders
   "one device": "on one of them",
 }
 _H200, _ZEN5, _ZEN4, _XEON = "H200", "EPYC Zen 5, 2 cores", "EPYC Zen 4, 2 cores", "Xeon with AMX, 2 cores"
-_TWO, _GPU, _CPU, _AMX = (
+_TWO, _GPU, _NEW, _CPU, _AMX = (
   "2026-11-25-cuda-2-h200",
   "2026-11-27-cuda-h200",
+  "2026-11-29-cuda-h200",
   "2026-11-22-cpu-epyc-zen5",
   "2026-11-25-cpu-xeon-amx",
 )
 CASES = (
   Case(f"{_GPU}.json", "4 32 4096 64", "bfloat16", "forward, D=64", _H200),
-  Case(f"{_GPU}.json", "4 32 4096 128", "bfloat16", "forward, D=128", _H200),
-  Case(f"{_GPU}.json", "4 32 4096 128", "bfloat16, causal", "causal, D=128", _H200),
+  Case(f"{_NEW}.json", "4 32 4096 128", "bfloat16", "forward, D=128", _H200),
+  Case(f"{_NEW}.json", "4 32 4096 128", "bfloat16, causal", "causal, D=128", _H200),
   Case(f"{_GPU}.json", "4 32 4096 256", "bfloat16, causal", "causal, D=256", _H200),
   Case(f"{_GPU}-backward.json", "4 32 4096 64", "bfloat16, gradients", "backward, D=64", _H200),
   Case(f"{_GPU}-backward.json", "4 32 4096 128", "bfloat16, gradients", "backward, D=128", _H200),

@@ -98,7 +98,9 @@ def assembly(ir: str, arch: str = "gfx1100") -> str:
 
 def instructions(text: str) -> Counter[str]:
   """Those that do the word's work: register names are left out, and so are numbers that may be in registers."""
-  lines = [line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|rcp|max|min|cvt_pk)|ds_|.*_dpp)", line)]
+  lines = [
+    line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|rcp|max|min|cvt_pk)|ds_|.*_dpp)", line)
+  ]
   return Counter(re.sub(r"\b[vs]\d+\b|\b0x[0-9a-f]{8}\b", "", line) for line in lines)
 
 

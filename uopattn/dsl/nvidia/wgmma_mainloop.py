@@ -24,7 +24,7 @@ from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WORDS, Epilogue, 
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, packed_words, row_registers
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, packed_words, row_registers, store_rows
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
@@ -260,8 +260,8 @@ class Walk(NamedTuple):
 class OverlappedMainloop(Mainloop):
   """Q K^T of a tile and P V of the tile before it are in flight at once, in 16 bits.
 
-  P is computed relative to the m_i of the tiles before (`speculative_softmax`), which takes neither maxima nor a rescale
-  of O. If the m_i of a row of its is too low, a warp then takes a branch: it computes P again from S, and rescales O.
+  P is computed relative to the m_i of the tiles before (`speculative_softmax`), which takes neither maxima nor a
+  rescale of O. A warp with a row whose m_i is too low then takes a branch: it computes P again from S, and rescales O.
 
   Attributes:
     ping_pong: the order in which warpgroups start their products.
@@ -342,13 +342,12 @@ class OverlappedMainloop(Mainloop):
     rows, released, total = self.score_rows(n_tile, masked), self.release_k(n_tile, waited), self.s.buffer(HALVES)
     scores, m_i = (x.after(waited, released) for x in (self.scores, old.m_i))
     seen = rows.scores(scores)
-    kept = [x.store(y) for at, row in zip(row_registers(scores), seen, strict=True) for x, y in zip(at, row, strict=True)]
     p, sums, too_low = rows.speculative_softmax(seen, loaded(m_i))
-    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
+    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on products.
     summed = UOp.group(*(total.after(waited, released)[half].store(x) for half, x in enumerate(sums)))
     out = old.product.after(self.wait_pv(old, pv, summed))
     stores = [old.p.after(out)[i].store(word) for i, word in enumerate(self.packed(p))]
-    computed = UOp.group(*stores, *kept, summed, self.pipe.v.release(n_tile - 1, out))
+    computed = UOp.group(*stores, store_rows(scores, seen), summed, self.pipe.v.release(n_tile - 1, out))
     checked = self.start_again(rows, too_low, old, total, computed)
     l_i, total = old.l_i.after(checked), total.after(checked)
     return UOp.group(checked, *(l_i[half].store(l_i[half].load() + total[half].load()) for half in range(HALVES)))

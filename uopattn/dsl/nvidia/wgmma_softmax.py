@@ -39,6 +39,12 @@ def row_registers(products: UOp) -> list[list[UOp]]:
   return [[products[4 * n + 2 * half + e] for n in tiles for e in range(2)] for half in range(HALVES)]
 
 
+def store_rows(products: UOp, scores: list[list[UOp]]) -> UOp:
+  """Store the scores of both rows where their products are."""
+  pairs = (zip(*x, strict=True) for x in zip(row_registers(products), scores, strict=True))
+  return UOp.group(*(register.store(score) for row in pairs for register, score in row))
+
+
 class ScoreRows(NamedTuple):
   """This lane's two rows of S.
 
@@ -61,8 +67,8 @@ class ScoreRows(NamedTuple):
       products: registers with S, (keys / 2,), in the order of accumulators.
     """
     of_rows = [[x.load() for x in row] for row in row_registers(products)]
-    offsets = columns(len(of_rows[0]) // 2)
-    return [self.rules.scores(x, row, self.first, offsets, self.masked) for x, row in zip(of_rows, self.rows, strict=True)]
+    offsets, masked = columns(len(of_rows[0]) // 2), self.masked
+    return [self.rules.scores(x, row, self.first, offsets, masked) for x, row in zip(of_rows, self.rows, strict=True)]
 
   def softmax(
     self,

@@ -182,9 +182,7 @@ def online_softmax(
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 
-def speculative_softmax(
-  dialect: Dialect, scores: list[UOp], scaling: Scaling, m_i: UOp
-) -> tuple[list[UOp], UOp, UOp]:
+def speculative_softmax(dialect: Dialect, scores: list[UOp], scaling: Scaling, m_i: UOp) -> tuple[list[UOp], UOp, UOp]:
   """Compute P of a tile relative to the m_i of the tiles before it, without looking for the maximum.
 
   Args:
