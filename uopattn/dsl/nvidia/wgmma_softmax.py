@@ -97,9 +97,9 @@ class ScoreRows(NamedTuple):
 
   def speculative_softmax(self, scores: list[list[UOp]], m_i: list[UOp]) -> tuple[list[list[UOp]], list[UOp], UOp]:
     """Return P of both rows, after dropout, relative to m_i so far, the sums before it, and whether m_i is too low."""
-    p, sums, too_low = [], [], []
+    p, sums, too_low, dropout_p = [], [], [], self.rules.rules.dropout_p
     for half, row in enumerate(self.rows):
-      weights, *of_row = speculative_softmax(CUDA, scores[half], self.rules.scaling, m_i[half])
+      weights, *of_row = speculative_softmax(CUDA, scores[half], self.rules.scaling, m_i[half], dropout_p)
       p.append(self.rules.weights(weights, row, self.first, columns(len(weights) // 2), self.masked))
       sums.append(of_row[0])
       too_low.append(of_row[1])

@@ -182,21 +182,24 @@ def online_softmax(
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 
-def speculative_softmax(dialect: Dialect, scores: list[UOp], scaling: Scaling, m_i: UOp) -> tuple[list[UOp], UOp, UOp]:
+def speculative_softmax(
+  dialect: Dialect, scores: list[UOp], scaling: Scaling, m_i: UOp, dropout_p: float = 0.0
+) -> tuple[list[UOp], UOp, UOp]:
   """Compute P of a tile relative to the m_i of the tiles before it, without looking for the maximum.
 
   Args:
     dialect, scores, scaling: see `online_softmax`.
     m_i: of the query so far; `LOWEST` before the first tile.
+    dropout_p: dropout scales P by 1 / (1 - dropout_p) afterwards.
 
   Returns:
-    P of this lane's scores, their sum, and whether m_i is too low: P would leave its type's range, or has left it.
-    Otherwise P is at most `MOST_P`. Where m_i is so large that `Scaling.factor` is another one, scores above it are so
-    far above that it is too low.
+    P of this lane's scores, their sum, and whether m_i is too low: P may have left its type's range, or float32's.
+    Otherwise P, after dropout too, is at most `MOST_P`. Where m_i is so large that `Scaling.factor` is another one,
+    scores above it are so far above that it is too low.
   """
   p = [dialect.exp2(x) for x in scaling.exponents(dialect, scores, m_i)]
   total = reduce(UOp.__add__, p)
-  return p, total, total > MOST_P
+  return p, total, total > MOST_P * (1 - dropout_p)
 
 
 class Row(NamedTuple):
