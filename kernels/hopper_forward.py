@@ -216,7 +216,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   q_words = s.buffer(round_up(Dk, wgmma.K) // 4, dtype=dtypes.uint) if tiles.in_registers else None
   attended = mine.rules, mine.key_range, tiles.block_n, diverges
-  mainloop, eight = (SeparatePVMainloop, True) if tiles.step == 32 else (OverlappedMainloop, False)
+  eight = tiles.step == 32
+  mainloop = SeparatePVMainloop if eight else OverlappedMainloop
   main = mainloop(s, group, q.dtype, trip, scores, rows, *attended, ping_pong=ping_pong, q_words=q_words)
   state = State.make(s, tiles.p_words, round_up(Dv, 16), group.item, trip.entry, separate_pv=eight, lags=eight)
   state = main.run(mine.walk(M, tiles, group.warp), state, trip.entry)

@@ -8,7 +8,7 @@ neighbouring accumulator tiles, rounded to 16 bits, are a left operand as they a
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma.mma_async.m64nNk16".
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
@@ -32,7 +32,7 @@ def row_of(lane: UOp, half: int) -> UOp:
   return lane // QUAD + 8 * half
 
 
-def row_elements(tiles: list[UOp], half: int) -> list[UOp]:
+def row_elements(tiles: Sequence[UOp | list[UOp]], half: int) -> list[UOp]:
   """This lane's elements of one row, over n neighbouring accumulator tiles; element i is in column `columns(n)[i]`."""
   return [tile[2 * half + e] for tile in tiles for e in range(2)]
 

@@ -24,7 +24,7 @@ from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WORDS, Epilogue, 
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, packed_words, row_registers, store_rows
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, loaded_rows, packed_words, store_rows
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
@@ -345,20 +345,24 @@ class OverlappedMainloop(Mainloop):
     p, sums, too_low = rows.speculative_softmax(seen, loaded(m_i))
     # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on products.
     summed = UOp.group(*(total.after(waited, released)[half].store(x) for half, x in enumerate(sums)))
-    out = old.product.after(self.wait_pv(old, pv, summed))
+    out = self.product(old, pv, summed)
     stores = [old.p.after(out)[i].store(word) for i, word in enumerate(self.packed(p))]
     computed = UOp.group(*stores, store_rows(scores, seen), summed, self.pipe.v.release(n_tile - 1, out))
     checked = self.start_again(rows, too_low, old, total, computed)
     l_i, total = old.l_i.after(checked), total.after(checked)
     return UOp.group(checked, *(l_i[half].store(l_i[half].load() + total[half].load()) for half in range(HALVES)))
 
+  def product(self, state: State, pv: UOp, *after: UOp) -> UOp:
+    """P V, once it is complete; then the next warpgroup may start its products, if it had to wait for that."""
+    out = state.product.after(self.wait_pv(state, pv, *after))
+    return out.after(self.ping_pong.arrive(out)) if self.ping_pong.exclusive else out
+
   def start_again(self, rows: ScoreRows, too_low: UOp, old: State, total: UOp, computed: UOp) -> UOp:
     """In warps where an m_i is too low, update the whole state, and clear the sums, which are then in l_i."""
     once = self.s.axis(2, AxisType.REDUCE)  # a loop of at most one trip is a branch that a warp takes as a whole
     inside = CUDA.leave_loop_unless_any(too_low, once >= 1, computed, once)
     state, acc = old.after(inside), old.acc.after(inside)
-    scores = [[x.load() for x in row] for row in row_registers(self.scores.after(inside))]
-    softmax = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i))
+    softmax = rows.softmax(loaded_rows(self.scores.after(inside)), loaded(state.m_i), loaded(state.l_i))
     stores = softmax.stores(state.m_i, state.l_i) + [total.after(inside)[half].store(0.0) for half in range(HALVES)]
     stores += [state.p[i].store(word) for i, word in enumerate(self.packed(softmax.p))]
     stores += [acc[i].store(acc[i].load() * softmax.alpha[i % 4 // 2]) for i in range(sizes(acc)[0])]
@@ -393,8 +397,7 @@ class SeparatePVMainloop(OverlappedMainloop):
 
   def update(self, n_tile: UOp, masked: bool, old: State, pv: UOp, waited: UOp) -> UOp:
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, self.release_k(n_tile, waited))
-    out = old.product.after(self.wait_pv(old, pv, *stores))
-    out = out.after(self.ping_pong.arrive(out)) if self.ping_pong.exclusive else out
+    out = self.product(old, pv, *stores)
     added = self.add_pv(old, out)
     assert old.alpha is not None
     stores += added + [old.alpha.after(*added)[half].store(x) for half, x in enumerate(alphas)]
@@ -404,5 +407,5 @@ class SeparatePVMainloop(OverlappedMainloop):
   def add_pv(self, state: State, out: UOp) -> list[UOp]:
     """Add P V, in `out`, to O, with the factors that bring O to the maxima of the tile of P."""
     assert state.alpha is not None
-    old, elements = [state.alpha[half].load() for half in range(HALVES)], range(sizes(out)[0])
+    old, elements = loaded(state.alpha), range(sizes(out)[0])
     return [state.acc[i].store(state.acc[i].load() * old[i % 4 // 2] + out[i].load()) for i in elements]

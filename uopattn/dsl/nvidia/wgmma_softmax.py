@@ -7,7 +7,7 @@ from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl.instructions import CUDA
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_N, columns, row_reduce
+from uopattn.dsl.nvidia.mma_layout import HALVES, columns, row_elements, row_reduce
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import online_softmax, speculative_softmax
 from uopattn.dsl.scope import sizes
@@ -35,8 +35,13 @@ def packed_words(p: list[list[UOp]], dtype: DType) -> list[UOp]:
 
 def row_registers(products: UOp) -> list[list[UOp]]:
   """The registers of S of each row, of (keys / 2,) in the order of accumulators."""
-  tiles = range(2 * sizes(products)[0] // MMA_N)
-  return [[products[4 * n + 2 * half + e] for n in tiles for e in range(2)] for half in range(HALVES)]
+  tiles = [[products[first + i] for i in range(4)] for first in range(0, sizes(products)[0], 4)]
+  return [row_elements(tiles, half) for half in range(HALVES)]
+
+
+def loaded_rows(products: UOp) -> list[list[UOp]]:
+  """S of each row, from registers."""
+  return [[x.load() for x in row] for row in row_registers(products)]
 
 
 def store_rows(products: UOp, scores: list[list[UOp]]) -> UOp:
@@ -66,7 +71,7 @@ class ScoreRows(NamedTuple):
     Args:
       products: registers with S, (keys / 2,), in the order of accumulators.
     """
-    of_rows = [[x.load() for x in row] for row in row_registers(products)]
+    of_rows = loaded_rows(products)
     offsets, masked = columns(len(of_rows[0]) // 2), self.masked
     return [self.rules.scores(x, row, self.first, offsets, masked) for x, row in zip(of_rows, self.rows, strict=True)]
 
