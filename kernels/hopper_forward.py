@@ -30,11 +30,12 @@ Two pipelines load them, behind one interface, `uopattn.dsl.nvidia.tensor_pipeli
   producer would leave too few registers (`Problem.light_on_registers`).
 
 `Order` is the order of the tiles of keys. Full tiles, which all queries of the workgroup see completely, come first and
-need no mask; masked tiles follow. With a producer, under a causal mask or where the last tile is not full, the order is
-reversed: a work tile begins with the last tile, which is not overlapped with others and so has a mask in any case.
-Under a causal mask each warpgroup has its own `Walk`. For tiles that none of its queries sees, it only passes the
-ping-pong barrier. Blocks of queries are counted from the last query back, so that the block that is not full is the one
-with the fewest keys.
+need no mask; masked tiles follow. Full tiles are processed from the last one back, since scores that grow towards the
+diagonal, as with ALiBi, would otherwise exceed m in every tile. With a producer, under a causal mask or where the last
+tile is not full, the order is reversed: a work tile begins with the last tile, which is not overlapped with others and
+so has a mask in any case. Under a causal mask each warpgroup has its own `Walk`. For tiles that none of its queries
+sees, it only passes the ping-pong barrier. Blocks of queries are counted from the last query back, so that the block
+that is not full is the one with the fewest keys.
 
 In 8 bits, at head sizes up to 128, a producer is required. Its warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
@@ -199,7 +200,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     head, block = scheduler.work_tile(group.item, trip)
     head_rules, row = rules.at(head), block * tiles.block_m - before
     key_range = head_rules.key_range(row, tiles.block_m, tiles.block_n)
-    key_range = key_range if order is Order.FULL_FIRST else key_range.last_first()
+    key_range = key_range.full_backwards() if order is Order.FULL_FIRST else key_range.last_first()
     return WorkTile(block, _views(q, k, v, head, rules), key_range, head, row, head_rules, order)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
@@ -239,7 +240,7 @@ def _served_tiles(tiles: Tiles, q: UOp, k: UOp, v: UOp, rules: Rules) -> Tiles:
 class Order(Enum):
   """The order in which a warpgroup processes the tiles of keys of a block of queries."""
 
-  FULL_FIRST = "tiles that all queries see completely, then those that need a mask"
+  FULL_FIRST = "tiles that all queries see completely, from the last one back, then those that need a mask"
   LAST_FIRST = "from the last tile back: it alone needs a mask"
   DIAGONAL_FIRST = "from the last tile back that one of the warpgroup's own queries sees"
 

@@ -140,6 +140,7 @@ class Tiles:
 
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
+MANY_SECTIONS = 24  # of query heads, among which what the first ones wait is at most 2 % of the time
 FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)
 
 
@@ -148,13 +149,22 @@ def slices(Dk: int) -> int:
   return ceildiv(Dk, SLICE)
 
 
-def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
+def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool) -> int:
   """The number of key heads whose blocks start together: the first blocks of all, the second ones, and so on.
 
-  With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache.
+  With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache. Unless masks let
+  workgroups skip tiles, all are at about the same tile of one query head per key head; so in a long pass it pays that
+  these alone fit the cache, which takes all blocks of a head to run at once, however long the first ones wait.
+
+  Args:
+    group: query heads per key head.
+    masked: whether a mask lets workgroups skip tiles.
   """
-  of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
-  return min(kv_heads, max(1, L2_BYTES[Dk > SLICE] // of_head))
+  of_query_head = M * (2 * (Dk + Dv) + 4 * Dk)
+  in_step = L2_BYTES[0] // of_query_head
+  if not masked and in_step and kv_heads * group >= MANY_SECTIONS * in_step:
+    return min(kv_heads, in_step)
+  return min(kv_heads, max(1, L2_BYTES[Dk > SLICE] // (group * of_query_head)))
 
 
 def preferred(problem: Problem, target: Target) -> bool:
@@ -162,7 +172,8 @@ def preferred(problem: Problem, target: Target) -> bool:
   p = problem
   blocks, kv_heads = ceildiv(p.N, Tiles.of(p).rows), p.B * p.Hkv
   concurrent = target.multiprocessors
-  first_wave = min(blocks, concurrent / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
+  heads = section(kv_heads, p.group, p.M, p.Dk, p.Dv, bool(p.masks))
+  first_wave = min(blocks, concurrent / heads)  # tiles until all add
   tiles = ceildiv(kv_heads * blocks, concurrent) * p.group * ceildiv(p.M, BLOCK)
   return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
@@ -246,7 +257,8 @@ def backward(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   padded = sizes(row_stats)[2]
   s = Scope()
-  group = workgroup_of_keys(s, kv_heads, ceildiv(N, tiles.rows), section(kv_heads, heads // kv_heads, M, Dk, Dv), tiles)
+  together = section(kv_heads, heads // kv_heads, M, Dk, Dv, bool(rules.ranges))
+  group = workgroup_of_keys(s, kv_heads, ceildiv(N, tiles.rows), together, tiles)
 
   def members() -> QueryHeads:
     return QueryHeads.of(s, rules, group, tiles.rows, BLOCK).from_last()

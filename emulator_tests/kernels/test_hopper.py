@@ -23,6 +23,7 @@ from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.softmax import MOST_P
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.hopper_forward import Tiles
 from uopattn.plan.dispatch import dispatch
@@ -90,6 +91,11 @@ def test_maxima_that_grow_from_tile_to_tile(tiles: Tiles, causal: bool, base2: f
   with HOPPER.on(ARCH, tiles):
     q, k = (Tensor(x).cast(HALF).realize() for x in (queries, keys))
     HOPPER.check(q, k, v, is_causal=causal, scale=scale)
+
+
+def test_full_tiles_are_processed_from_the_last_one_back() -> None:
+  key_range = TileRange(UOp.const(3), UOp.const(5), lambda position: position + 10).full_backwards()
+  assert [key_range.tile(UOp.const(i)).simplify().arg for i in range(5)] == [12, 11, 10, 13, 14]
 
 
 def test_the_few_weights_that_dropout_keeps_stay_within_float16() -> None:

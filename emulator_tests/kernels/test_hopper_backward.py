@@ -22,7 +22,7 @@ from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.emulator.tracks import ORDERS, ordered
 from uopattn.kernels import hopper_fused_backward
-from uopattn.kernels.hopper_fused_backward import Tiles
+from uopattn.kernels.hopper_fused_backward import Tiles, section
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.tiles import hopper
 from uopattn.runtime.cuda import shared_offsets
@@ -155,6 +155,33 @@ def test_any_order_of_warpgroups_gives_the_same_bits() -> None:
         found.append(case.run())
   for name, x in found[0].items():
     np.testing.assert_array_equal(found[1][name], x)
+
+
+@pytest.mark.parametrize(
+  ("kv_heads", "group", "M", "masked", "expected"),
+  [
+    (512, 1, 1024, False, 16),
+    (128, 1, 4096, False, 4),
+    (128, 1, 4096, True, 8),
+    (32, 1, 16384, False, 1),
+    (32, 1, 65536, False, 1),  # not even one head fits the cache
+    (32, 4, 4096, False, 4),  # of each key head one query head at a time
+    (32, 4, 4096, True, 2),
+    (64, 1, 4096, False, 8),  # so short a pass that the first workgroups' wait counts
+    (2, 1, 512, False, 2),
+  ],
+)
+def test_heads_that_start_together(kv_heads: int, group: int, M: int, masked: bool, expected: int) -> None:
+  assert section(kv_heads, group, M, 128, 128, masked) == expected
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sections_of_a_head_each(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
+  monkeypatch.setattr(hopper_fused_backward, "section", lambda *_: 1)
+  compiled.cache_clear()
+  with FUSED.device():
+    Case.of(FUSED, (1, 2, 2, 70, 270, 16, 8), {"is_causal": is_causal, "q_start": 200}).check()
+  compiled.cache_clear()
 
 
 def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:

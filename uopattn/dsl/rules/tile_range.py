@@ -31,6 +31,17 @@ class TileRange:
     """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
     return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
 
+  def full_backwards(self) -> "TileRange":
+    """The full tiles from the last one on, then those that need a mask.
+
+    Scores that grow with the key, as ALiBi's do up to the diagonal, then reach their maximum in the first tile.
+    """
+    return TileRange(
+      self.n_full,
+      self.n_tiles,
+      lambda position: self.tile((position < self.n_full).where(self.n_full - 1 - position, position)),
+    )
+
   def split(self, i: UOp, splits: int) -> "TileRange":
     """Split `i` of `splits`, as equal in size as possible. A split may be empty."""
     if splits == 1:
