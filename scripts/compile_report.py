@@ -9,7 +9,8 @@ hints and, for NVIDIA, jumps.
 For AMD, "spills" counts registers, "scratch" bytes per lane and "occ" waves per SIMD: at most 16 on RDNA, 8 on CDNA.
 For NVIDIA, "spill" and "stack" count bytes per thread, and "wgs" workgroups per multiprocessor. A warp executes an HMMA
 (16 x 8 x 16); a warpgroup executes an HGMMA, whose columns are those of its tile. Compare only rows with the same kind
-of matrix instruction.
+of matrix instruction. In 16 bits the loop of `hopper_forward` includes a branch that few tiles take, which finds maxima
+and rescales O.
 
 Compilers for Apple's GPUs, and for those without matrix units (cl), run nowhere else: their rows count what tinygrad
 renders for one thread. A tile is queries x keys; "words" are 32-bit words that are in registers from one tile to the

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sass
@@ -234,7 +234,9 @@ def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool,
 def row(dtype: str, c: Compiled) -> Row:
   """Return a row of the table."""
   name = f"{c.arch} {c.launch.schedule.name.removesuffix('_forward'):6} {dtype:8} " + "x".join(
-    str(size) for size in astuple(c.launch.tiles) if size and not isinstance(size, bool)
+    str(size)
+    for field, size in asdict(c.launch.tiles).items()
+    if size and not isinstance(size, bool) and field != "multiprocessors"
   )
   kinds = ["-"] * len(sass.KINDS) if c.loop is None else [c.loop[kind] for kind in sass.KINDS]
   each = "-" if c.each is None else f"{c.each:.1f}"
