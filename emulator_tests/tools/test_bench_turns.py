@@ -47,7 +47,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
   clock = Clock()
-  for name, value in {"time": clock, "PAUSE": 0.5, "WARM": 0.5, "TURN": 0.5, "MOST_WARM": 100}.items():
+  for name, value in {
+    "time": clock,
+    "PAUSE": 0.5,
+    "WARM": 0.5,
+    "TURN": 0.5,
+    "MOST_WARM": 100,
+    "MOST_AGAIN": 100,
+  }.items():
     monkeypatch.setattr(timing, name, value)
   return clock
 
@@ -71,7 +78,7 @@ def test_times_count_once_all_have_settled(
   clock: Clock,
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr(timing, "MOST_WARM", most)
+  monkeypatch.setattr(timing, "MOST_AGAIN", most)
   monkeypatch.setattr(timing, "on_cpu", lambda: cpu)
   how = timing.BURSTS if burst else None
   times = timing.alternate({"a": clock.runner("a", 2), "b": clock.runner("b", 4)}, 2, how)

@@ -4,8 +4,9 @@ Contenders take turns in every round, so that other work on the machine affects 
 much power lowers its clock, and for some tenths of a second the clock still is what the contender before left. Hence
 there are two ways to time on a GPU:
 
-- `SUSTAINED`, the default: without pauses. Every turn begins with untimed calls; all contenders get as long as the one
-  that settles last needs. This is the speed of a GPU that does this work for long.
+- `SUSTAINED`, the default: without pauses. All contenders run until their times settle, so that the GPU is hot. Then
+  every turn begins with untimed calls, for as long as the contender needs whose times settle last after another one's.
+  This is the speed of a GPU that does this work for long.
 - `BURSTS`: each turn follows a pause, in which the clock recovers. This is the speed of short work.
 
 On a CPU turns always follow a pause, because the threads of the contender before spin for a while.
@@ -32,7 +33,7 @@ SPIN = 0.2  # seconds of pause after numpy's products, whose OpenBLAS threads sp
 WARM = 0.03  # seconds of untimed calls before a turn, which wake threads and fill caches; the least if sustained
 TURN = 0.1  # least seconds of a turn; short calls are repeated
 SETTLED = 0.01  # relative change of a contender's time from one slice of TURN seconds to the next when it has settled
-MOST_WARM = 2.0  # seconds; noise may keep times from settling
+MOST_WARM, MOST_AGAIN = 2.0, 0.5  # seconds at first, and on a hot GPU; noise may keep times from settling
 LONG = 0.02  # target seconds of one call on a GPU that does FAST floating-point operations per second
 FAST = 4e14
 GRADIENT_COST = 2.5  # floating-point operations of the gradients, five products, over those of the forward pass, two
@@ -204,16 +205,16 @@ def alternate(runners: Mapping[Name, Runner], rounds: int, how: Turns | None = N
 
 
 def _settling_time(runners: Collection[Runner]) -> float:
-  """Return the seconds of calls until the times of all contenders settle, each after the one before it."""
-  for _ in range(2):  # in the first round nobody has heated the GPU for the first contender
-    seconds = [_settling_time_of(runner) for runner in runners]
+  """Return the seconds of calls until the times of all contenders settle on a hot GPU, each after the one before it."""
+  for most in (MOST_WARM, MOST_AGAIN):
+    seconds = [_settling_time_of(runner, most) for runner in runners]
   return max([WARM, *seconds])
 
 
-def _settling_time_of(runner: Runner) -> float:
-  """Call a contender until its time settles; return the seconds that this took, at most about `MOST_WARM`."""
+def _settling_time_of(runner: Runner, most: float) -> float:
+  """Call a contender until its time settles; return the seconds that this took, at most about `most`."""
   start, before = time.perf_counter(), math.inf
-  while (spent := time.perf_counter() - start) < MOST_WARM:
+  while (spent := time.perf_counter() - start) < most:
     now = _call_for(runner, TURN)
     if abs(now - before) < SETTLED * before:
       break
