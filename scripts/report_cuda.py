@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sass
-from report_table import Row
+from report_table import Row, kernels_of
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import CompileError, Compiler
@@ -231,9 +231,21 @@ def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool,
   return compiled(text, arch, launch, shared)
 
 
-def row(dtype: str, c: Compiled) -> Row:
-  """Return a row of the table."""
-  name = f"{c.arch} {c.launch.schedule.name.removesuffix('_forward'):6} {dtype:8} " + "x".join(
+def measure_gradients(
+  arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool
+) -> Iterator[tuple[str, Compiled]]:
+  """Compile the kernels of the gradients that dispatch chooses; yield their names too. Raises as `measure`."""
+  masks = Window.of(None, 0 if causal else None)
+  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, masks=masks)
+  for name, launch in kernels_of(spec, Target("CUDA", arch), backward=True):
+    kernel = launch.graph()
+    yield name, compiled(rendered(kernel, arch), arch, launch, shared_offsets(tuple(kernel.toposort()))[1])
+
+
+def row(dtype: str, c: Compiled, gradients: str = "") -> Row:
+  """Return a row of the table, of the forward pass or of some gradients."""
+  kernel = " ".join(filter(None, (re.sub("_(forward|backward)$", "", c.launch.schedule.name), gradients)))
+  name = f"{c.arch} {kernel:6} {dtype:8} " + "x".join(
     str(size)
     for field, size in asdict(c.launch.tiles).items()
     if size and not isinstance(size, bool) and field != "multiprocessors"
@@ -244,9 +256,12 @@ def row(dtype: str, c: Compiled) -> Row:
 
 
 def rows(arches: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Yield a row for each target and dtype with matrix instructions. Raises ValueError if a target has none."""
+  """Yield a row for each target, pass, dtype and kernel. Raises ValueError if a target has no matrix instructions."""
   for arch in arches:
     limits(arch)
     version = int(arch.removeprefix("sm_"))
     for dtype in [name for name, type_ in TYPES.items() if version >= SINCE[type_]] or TYPES:
       yield row(dtype, measure(arch, dtype, H, M, N, D, causal))
+    for dtype in (*HALVES, "float32"):
+      for name, c in measure_gradients(arch, dtype, H, M, N, D, causal):
+        yield row(dtype, c, name)

@@ -9,13 +9,14 @@ from uopattn.plan.dispatch import dispatch, dispatch_backward, stages
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
 
-NAMES = {"": "fwd", "dq": "dQ", "dk_dv": "dK dV", "dk": "dK", "dv": "dV"}  # of kernels, by their gradients
+NAMES = {"dq": "dQ", "dk_dv": "dK dV", "dk": "dK", "dv": "dV"}  # of kernels, by their gradients
 
 
 def kernels_of(spec: AttentionSpec, target: Target, backward: bool) -> list[tuple[str, Launch]]:
   """Return the kernels of a pass that have tiles, by name. Raises NoKernel."""
   launches = dispatch_backward(spec, target) if backward else stages(dispatch(spec, target))
-  return [(NAMES.get(x.kernel.gradients, x.kernel.gradients), x) for x in launches if "tiles" in x.kernel.params]
+  whole = "dQ dK dV" if backward else "fwd"
+  return [(NAMES.get(x.kernel.gradients, whole), x) for x in launches if "tiles" in x.kernel.params]
 
 
 @dataclass(frozen=True)

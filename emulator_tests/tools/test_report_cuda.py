@@ -236,17 +236,20 @@ def test_nvrtc_tells_what_nvcc_does() -> None:
 def test_rows_say_what_to_install_for_the_main_loop(
   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  monkeypatch.setattr(report_cuda, "measure", lambda *_: dataclasses.replace(GOOD, loop=None))
+  without = dataclasses.replace(GOOD, loop=None)
+  monkeypatch.setattr(report_cuda, "measure", lambda *_: without)
+  monkeypatch.setattr(report_cuda, "measure_gradients", lambda *_: [("dQ", without)])
   monkeypatch.setattr(sass, "disassembler", lambda: None)
   monkeypatch.setattr(report_cuda, "compiler", lambda: report_cuda.by_nvcc)
   assert compile_report.main(["sm_80"]) == 0
   lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 3 + len(("float16", "bfloat16", "float32"))
+  assert len(lines) == 3 + 2 * len(("float16", "bfloat16", "float32"))
   assert lines[-2:] == ["compiled by none", sass.NONE]
 
 
 def test_markdown_has_a_table_for_each_head_size_and_mask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
   monkeypatch.setattr(report_cuda, "measure", lambda *_: GOOD)
+  monkeypatch.setattr(report_cuda, "measure_gradients", lambda *_: [("dQ dK dV", GOOD)])
   monkeypatch.setattr(report_cuda, "compiler", lambda: report_cuda.by_nvcc)
   path = tmp_path / "report.md"
   words = ["sm_80", "--D", "64", "128", "--markdown", str(path)]
@@ -255,7 +258,9 @@ def test_markdown_has_a_table_for_each_head_size_and_mask(monkeypatch: pytest.Mo
   assert f"scripts/compile_report {' '.join(words)}\n" in text
   titles = [f"## NVIDIA, D={D}{mask}, compiled by none" for D in (64, 128) for mask in ("", ", causal")]
   assert [text_line for text_line in text.splitlines() if text_line.startswith("##")] == titles
-  head, aligned, *rows, _ = text.split(f"{titles[0]}\n\n")[1].split("\n\n")[0].splitlines()
+  head, aligned, *rows = text.split(f"{titles[0]}\n\n")[1].split("\n\n")[0].splitlines()
   assert {x.count("|") for x in (head, aligned, *rows)} == {2 + len(COLUMNS)}
-  assert [x.split()[3] for x in rows] == ["float16", "bfloat16"]
+  names = [row.split(" | ")[0].removeprefix("| sm_80 cuda ").rpartition(" ")[0] for row in rows]
+  dtypes = ["float16", "bfloat16", "float32"]
+  assert names == [*dtypes, *(f"dQ dK dV {dtype}" for dtype in dtypes)]
   assert compile_report.main([*words[:-1], str(tmp_path / "missing" / "report.md")]) == 2
