@@ -134,8 +134,14 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, L
     ValueError: no kernel supports the spec.
   """
   launch = next(x for x in stages(dispatch(spec, Target("CUDA", arch), tiles)) if "tiles" in x.kernel.params)
+  text, shared = source_of(launch, arch)
+  return text, launch, shared
+
+
+def source_of(launch: Launch, arch: str) -> tuple[str, int]:
+  """Return a launch's kernel in CUDA C++ as rendered for `arch`, and its bytes of shared memory."""
   kernel = launch.graph()
-  return rendered(kernel, arch), launch, shared_offsets(tuple(kernel.toposort()))[1]
+  return rendered(kernel, arch), shared_offsets(tuple(kernel.toposort()))[1]
 
 
 def rendered(kernel: UOp, arch: str) -> str:
@@ -225,9 +231,7 @@ def figure(said: str, unit: str) -> int:
 
 def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool, tiles: object = None) -> Compiled:
   """Compile the kernel that dispatch chooses, with the log-sum-exp. Raises RuntimeError and ValueError."""
-  masks = Window.of(None, 0 if causal else None)
-  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, masks=masks)
-  text, launch, shared = source(spec, arch, tiles)
+  text, launch, shared = source(_spec(dtype, H, M, N, D, causal), arch, tiles)
   return compiled(text, arch, launch, shared)
 
 
@@ -235,11 +239,14 @@ def measure_gradients(
   arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool
 ) -> Iterator[tuple[str, Compiled]]:
   """Compile the kernels of the gradients that dispatch chooses; yield their names too. Raises as `measure`."""
+  for name, launch in kernels_of(_spec(dtype, H, M, N, D, causal), Target("CUDA", arch), backward=True):
+    text, shared = source_of(launch, arch)
+    yield name, compiled(text, arch, launch, shared)
+
+
+def _spec(dtype: str, H: int, M: int, N: int, D: int, causal: bool) -> AttentionSpec:
   masks = Window.of(None, 0 if causal else None)
-  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, masks=masks)
-  for name, launch in kernels_of(spec, Target("CUDA", arch), backward=True):
-    kernel = launch.graph()
-    yield name, compiled(rendered(kernel, arch), arch, launch, shared_offsets(tuple(kernel.toposort()))[1])
+  return AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, masks=masks)
 
 
 def row(dtype: str, c: Compiled, gradients: str = "") -> Row:

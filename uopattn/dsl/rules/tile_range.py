@@ -1,7 +1,7 @@
 """Tiles of keys that a block of queries attends to, or of queries that see a block of keys, and loops over them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import UOp
 from tinygrad.helpers import ceildiv
@@ -36,11 +36,8 @@ class TileRange:
 
     Scores that grow with the key, as ALiBi's do up to the diagonal, then reach their maximum in the first tile.
     """
-    return TileRange(
-      self.n_full,
-      self.n_tiles,
-      lambda position: self.tile((position < self.n_full).where(self.n_full - 1 - position, position)),
-    )
+    n_full = self.n_full
+    return replace(self, tile=lambda position: self.tile((position < n_full).where(n_full - 1 - position, position)))
 
   def split(self, i: UOp, splits: int) -> "TileRange":
     """Split `i` of `splits`, as equal in size as possible. A split may be empty."""
