@@ -35,15 +35,16 @@ scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import LOG2E, Scope, sizes
+from uopattn.dsl import LOG2E, Scope, clamp, gated, sizes
 from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, dropped, score_vjp, weights
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
@@ -92,16 +93,28 @@ class Tiles:
   Attributes:
     stages: tiles of Q, and of dO, in shared memory.
     row_tiles: tiles of 64 keys per warpgroup.
+    section: key heads whose blocks start together: the first blocks of all, the second ones, and so on.
+    rest: blocks of keys, the last ones to start, which several workgroups share each; see `shared`.
+    parts: workgroups per block that is shared. Each has as many of the tiles of queries as the others.
   """
 
   stages: int = 2
   row_tiles: int = 1
+  section: int = 1
+  rest: int = 0
+  parts: int = 1
 
   def __post_init__(self) -> None:
     if self.stages < 1:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
     if self.row_tiles < 1:
       raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
+    if self.section < 1:
+      raise ValueError(f"Tiles.section={self.section}: must be at least 1")
+    if self.rest < 0:
+      raise ValueError(f"Tiles.rest={self.rest}: must be at least 0")
+    if self.parts < 1:
+      raise ValueError(f"Tiles.parts={self.parts}: must be at least 1")
 
   @property
   def rows(self) -> int:
@@ -132,10 +145,30 @@ class Tiles:
     """32-bit registers per lane for S, dP and the sums."""
     return BLOCK + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
+  def shared(self, problem: Problem, concurrent: int) -> "Tiles":
+    """The tiles with those blocks shared that are left when all others fill whole rounds of `concurrent` workgroups.
+
+    So many workgroups share each that the last round, in which most multiprocessors would be idle, is short. Masks that
+    let workgroups skip tiles spread their ends anyway.
+    """
+    p = problem
+    rest = p.B * p.Hkv * ceildiv(p.N, self.rows) % concurrent
+    if p.masks or 2 * rest > concurrent or not rest:
+      return self
+    tiles = ceildiv(p.M, BLOCK)
+    return replace(self, rest=rest, parts=ceildiv(tiles, ceildiv(tiles, concurrent // rest)))
+
   @classmethod
   def of(cls, problem: Problem) -> "Tiles":
     """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
-    return cls(row_tiles=2 if max(problem.Dk, problem.Dv) <= SLICE and problem.light_on_registers else 1)
+    p = problem
+    row_tiles = 2 if max(p.Dk, p.Dv) <= SLICE and p.light_on_registers else 1
+    return cls(row_tiles=row_tiles, section=section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks)))
+
+  def scheduler(self, kv_heads: int, N: int) -> TileScheduler:
+    """The order of the blocks of keys, which `block_of_keys` takes backwards."""
+    blocks = ceildiv(N, self.rows)
+    return TileScheduler(kv_heads, blocks, self.section, True, kv_heads * blocks)
 
 
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
@@ -150,7 +183,7 @@ def slices(Dk: int) -> int:
 
 
 def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool) -> int:
-  """The number of key heads whose blocks start together: the first blocks of all, the second ones, and so on.
+  """Choose `Tiles.section`.
 
   With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache. Unless masks let
   workgroups skip tiles, all are at about the same tile of one query head per key head; so in a long pass it pays that
@@ -170,10 +203,9 @@ def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool) -
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for each other."""
   p = problem
-  blocks, kv_heads = ceildiv(p.N, Tiles.of(p).rows), p.B * p.Hkv
-  concurrent = target.multiprocessors
-  heads = section(kv_heads, p.group, p.M, p.Dk, p.Dv, bool(p.masks))
-  first_wave = min(blocks, concurrent / heads)  # tiles until all add
+  tiling, kv_heads, concurrent = Tiles.of(p), p.B * p.Hkv, target.multiprocessors
+  blocks = ceildiv(p.N, tiling.rows)
+  first_wave = min(blocks, concurrent / tiling.section)  # tiles until all add
   tiles = ceildiv(kv_heads * blocks, concurrent) * p.group * ceildiv(p.M, BLOCK)
   return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
@@ -229,6 +261,28 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, scale: float) -> UOp:
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
 
 
+def add_parts(dk: UOp, dv: UOp, dk_parts: UOp, dv_parts: UOp, *, tiles: Tiles, scale: float) -> UOp:
+  """Build the kernel that adds up dK and dV of the blocks of keys that workgroups share.
+
+  Args:
+    dk, dv: (kv_heads, N, size), receive the sums of those blocks.
+    dk_parts, dv_parts: (rest * parts, rows, size) float32, what each workgroup has.
+    tiles: block sizes.
+    scale: factor of the sums for dK.
+  """
+  (kv_heads, N, Dk), (*_, Dv) = sizes(dk), sizes(dv)
+  group, scheduler = Workgroup(Scope(), tiles.rest, tiles.rows, WARPS, WARP), tiles.scheduler(kv_heads, N)
+  head, block = block_of_keys(scheduler, scheduler.workgroups - tiles.rest + group.head)
+  row, stores = block * tiles.rows + group.block, []
+  for out, parts, D, factor in ((dk, dk_parts, Dk, scale), (dv, dv_parts, Dv, 1.0)):
+    for first in range(0, D, THREADS):
+      column = first + group.thread
+      rows = (gated(parts, column < D, group.head * tiles.parts + i, group.block, column) for i in range(tiles.parts))
+      total = reduce(UOp.__add__, (x.load() for x in rows))
+      stores.append(gated(out, (row < N) & (column < D), head, row, column).store((total * factor).cast(out.dtype)))
+  return group.kernel(f"attention_backward_parts_{kv_heads}_{N}_{Dk}_{Dv}_{tiles.rest}_{tiles.parts}", stores)
+
+
 def backward(
   dq_sum: UOp,
   dk: UOp,
@@ -239,6 +293,8 @@ def backward(
   v: UOp,
   do: UOp,
   row_stats: UOp,
+  dk_parts: UOp | None = None,
+  dv_parts: UOp | None = None,
   *,
   rules: Rules,
   tiles: Tiles,
@@ -247,21 +303,23 @@ def backward(
 
   Args:
     dq_sum: (heads, tiles, slices, 4096) float32, receives the sums for dQ.
-    dk, dv: as k and v, receive their gradients.
+    dk, dv: as k and v, receive their gradients, but those of blocks that workgroups share.
     semaphores: (heads, tiles) int32, 0 before.
     q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
     row_stats: from `begin`.
+    dk_parts, dv_parts: (rest * parts, rows, size) float32, receive what each workgroup has of a block that is shared;
+      None if none is.
     rules: masks and scaling.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   padded = sizes(row_stats)[2]
   s = Scope()
-  together = section(kv_heads, heads // kv_heads, M, Dk, Dv, bool(rules.ranges))
-  group = workgroup_of_keys(s, kv_heads, ceildiv(N, tiles.rows), together, tiles)
+  group, part = workgroup_of_keys(s, tiles.scheduler(kv_heads, N), tiles)
 
   def members() -> QueryHeads:
-    return QueryHeads.of(s, rules, group, tiles.rows, BLOCK).from_last()
+    heads = QueryHeads.of(s, rules, group, tiles.rows, BLOCK).from_last()
+    return heads if part is None else heads.part(part.number % tiles.parts, tiles.parts, part.exists)
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))
@@ -286,17 +344,45 @@ def backward(
   store_dk, store_dv = (Epilogue(x, group.head, group.lane).store_halves for x in (dk, dv))
   stores = []
   for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, started), strict=True):
-    stores += store_dk(of_tile.values(), of_dk, rules.scale) + store_dv(of_tile.values(), of_dv, 1.0)
+    keys = of_tile.values()
+    if part is not None:
+      in_block = [part.exists.where(row - group.block * tiles.rows, tiles.rows) for row in keys]
+      keys = [part.exists.where(N, row) for row in keys]
+      for x, acc in ((dk_parts, of_dk), (dv_parts, of_dv)):
+        stores += Epilogue(x, part.number, group.lane, pairs=True).store_halves(in_block, acc, 1.0)
+    stores += store_dk(keys, of_dk, rules.scale) + store_dv(keys, of_dv, 1.0)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-def workgroup_of_keys(s: Scope, kv_heads: int, blocks: int, heads: int, tiles: Tiles) -> Workgroup:
-  """The workgroup of a block of keys. They start in the order of their keys, in sections of `heads` key heads."""
-  scheduler = TileScheduler(kv_heads, blocks, heads, True, kv_heads * blocks)
-  group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
-  group.head, backwards = scheduler.work_tile(group.item, UOp.const(0))
-  group.block = blocks - 1 - backwards
-  return group
+def block_of_keys(scheduler: TileScheduler, item: UOp) -> tuple[UOp, UOp]:
+  """The head and the block of keys that is the `item`-th to start, in the order of their keys within a section."""
+  head, backwards = scheduler.work_tile(item, UOp.const(0))
+  return head, scheduler.blocks - 1 - backwards
+
+
+class Part(NamedTuple):
+  """The part of a block of keys that a workgroup has.
+
+  Attributes:
+    exists: whether the workgroup shares its block.
+    number: of the part among those of all blocks that are shared.
+  """
+
+  exists: UOp
+  number: UOp
+
+
+def workgroup_of_keys(s: Scope, scheduler: TileScheduler, tiles: Tiles) -> tuple[Workgroup, Part | None]:
+  """The workgroup of a block of keys, or of a part of one of the last; None if no blocks are shared."""
+  whole = scheduler.workgroups - tiles.rest
+  group = Workgroup(s, 1, whole + tiles.rest * tiles.parts, tiles.threads // WARP, WARP)
+  if not tiles.rest:
+    group.head, group.block = block_of_keys(scheduler, group.item)
+    return group, None
+  part = Part(group.item >= whole, clamp(group.item - whole, 0, tiles.rest * tiles.parts - 1))
+  item = part.exists.where(whole + part.number // tiles.parts, group.item)
+  group.head, group.block = block_of_keys(scheduler, clamp(item, 0, scheduler.workgroups - 1))
+  return group, part
 
 
 def add_dq(
@@ -533,6 +619,12 @@ class Mainloop:
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, 2, round_up(p.M, BLOCK)), in_float32, scratch=True)
 SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
+DK_PARTS, DV_PARTS = (
+  Buffer(
+    name, lambda p, tiles, _, size=size: (tiles.rest * tiles.parts, tiles.rows, size(p)), in_float32, scratch=True
+  )
+  for name, size in (("dk_parts", lambda p: p.Dk), ("dv_parts", lambda p: p.Dv))
+)
 DQ_SUM = Buffer(
   "dq_sum", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), slices(p.Dk), BLOCK * SLICE), in_float32, scratch=True
 )
@@ -546,10 +638,11 @@ SCHEDULE = Schedule(
     Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("moves",)),
     Kernel(
       backward,
-      (*(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)), Q, K, V, DO, ROW_STATS),
+      (*(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)), Q, K, V, DO, ROW_STATS, DK_PARTS.written, DV_PARTS.written),
       block=lambda x: (x.rows, BLOCK),
       of_keys=True,
     ),
+    Kernel(add_parts, (DK.written, DV.written, DK_PARTS, DV_PARTS), ("tiles", "scale"), when=lambda x: x.rest > 0),
     Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("scale",)),
   ),
   tiles=Tiles,

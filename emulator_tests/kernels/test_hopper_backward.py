@@ -19,6 +19,7 @@ import uopattn.emulator as emulator
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import tma, wgmma
 from uopattn.dsl.rules.ranges import Window
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.target import Target
 from uopattn.emulator.tracks import ORDERS, ordered
 from uopattn.kernels import hopper_fused_backward
@@ -31,6 +32,19 @@ from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
 
 FUSED = Machine("fused", "sm_90", HALF)
+
+
+
+def case_of(shape: Shape, options: dict[str, Any] | None = None, machine: Machine = FUSED, **fields: int) -> Case:
+  """A case with these fields of its tiles; unless they say otherwise no blocks are shared, as in most long passes.
+
+  Of a problem as small as these all would be.
+  """
+  case = Case.of(machine, shape, options)
+  tiles = replace(case.launches[0].tiles, **{"rest": 0, "parts": 1} | fields)
+  launches = (replace(case.launches[0], kernel=x, tiles=tiles) for x in hopper_fused_backward.SCHEDULE.kernels)
+  return replace(case, launches=tuple(x for x in launches if x.kernel.when(tiles)))
+
 
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
   "smallest": ((1, 1, 1, 1, 1, 8, 8), {}),
@@ -48,7 +62,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 def test_matches_the_oracle(name: str) -> None:
   machine = FUSED._replace(dtype=BFLOAT if name == "sinks" else HALF)
   with machine.device():
-    Case.of(machine, *CASES[name]).check()
+    case_of(*CASES[name], machine).check()
 
 
 GROUPED: Shape = (2, 4, 2, 150, 200, 24, 40)  # no whole tile at the end
@@ -59,14 +73,14 @@ GROUPED: Shape = (2, 4, 2, 150, 200, 24, 40)  # no whole tile at the end
 def test_features(name: str) -> None:
   chosen = some(np.random.default_rng(FEATURES.index(name) % 2), GROUPED, name, "is_causal")
   with FUSED.device():
-    Case.of(FUSED, GROUPED, chosen).check()
+    case_of(GROUPED, chosen).check()
 
 
 @pytest.mark.slow
 def test_dropout() -> None:
   B, Hq, _, M, N, *_ = GROUPED
   with FUSED.device():
-    Case.of(FUSED, GROUPED, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)}).check()
+    case_of(GROUPED, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)}).check()
 
 
 @pytest.mark.slow
@@ -74,13 +88,13 @@ def test_all_features_that_are_served_together() -> None:
   shape: Shape = (1, 2, 1, 150, 200, 72, 72)
   names = ("attn_mask", "is_causal", "mask_mod", "q_start", "score_mod", "sinks", "softcap")
   with FUSED.device():
-    Case.of(FUSED, shape, some(np.random.default_rng(3), shape, *names)).check()
+    case_of(shape, some(np.random.default_rng(3), shape, *names)).check()
 
 
 @pytest.mark.slow
 def test_a_score_mod_that_is_infinite_past_the_last_query() -> None:
   with FUSED.device():
-    Case.of(FUSED, (1, 2, 1, 50, 140, 16, 16), {"score_mod": lambda s, b, h, i, j: s + 1.0 / (50 - i)}).check()
+    case_of((1, 2, 1, 50, 140, 16, 16), {"score_mod": lambda s, b, h, i, j: s + 1.0 / (50 - i)}).check()
 
 
 SMALL: Shape = (1, 2, 1, 70, 270, 16, 8)  # two blocks of keys, two tiles of each of two heads
@@ -91,7 +105,7 @@ SMALL: Shape = (1, 2, 1, 70, 270, 16, 8)  # two blocks of keys, two tiles of eac
 def test_each_barrier_and_wait_deleted(Dk: int) -> None:
   """Some of a kernel's waits for its slots are for later tiles only. Above a head size of 64 all warpgroups meet."""
   with FUSED.device():
-    case = Case.of(FUSED, (1, 1, 1, 190, 260, Dk, 8))
+    case = case_of((1, 1, 1, 190, 260, Dk, 8))
     tried = emulator.delete_each_barrier(case.run, f"attention_backward_1_1_190_260_{Dk}_8")
   assert {x.what for x in tried} >= {
     "barrier",
@@ -129,7 +143,7 @@ def test_a_mistake_is_seen_by_the_emulator(name: str, monkeypatch: pytest.Monkey
   monkeypatch.setattr(owner, phase, wrong(getattr(owner, phase)))
   compiled.cache_clear()
   with FUSED.device(), pytest.raises(emulator.KernelError, match="kernel attention_backward_2_1"):
-    Case.of(FUSED, SMALL).run()
+    case_of(SMALL).run()
   compiled.cache_clear()
 
 
@@ -143,13 +157,13 @@ def test_warpgroups_that_do_not_add_dq_are_caught(monkeypatch: pytest.MonkeyPatc
   monkeypatch.setattr(wgmma, "start", cleared)
   compiled.cache_clear()
   with FUSED.device(), pytest.raises(AssertionError, match="worst at"):
-    Case.of(FUSED, (1, 1, 1, 10, 140, 8, 8)).check()
+    case_of((1, 1, 1, 10, 140, 8, 8)).check()
   compiled.cache_clear()
 
 
 def test_any_order_of_warpgroups_gives_the_same_bits() -> None:
   with FUSED.device():
-    case, found = Case.of(FUSED, (1, 2, 1, 70, 270, 16, 8), {"is_causal": True, "q_start": 200}), []
+    case, found = case_of((1, 2, 1, 70, 270, 16, 8), {"is_causal": True, "q_start": 200}), []
     for order in ORDERS:
       with ordered(order):
         found.append(case.run())
@@ -176,12 +190,67 @@ def test_heads_that_start_together(kv_heads: int, group: int, M: int, masked: bo
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_sections_of_a_head_each(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
-  monkeypatch.setattr(hopper_fused_backward, "section", lambda *_: 1)
-  compiled.cache_clear()
+def test_sections_of_a_head_each(is_causal: bool) -> None:
   with FUSED.device():
-    Case.of(FUSED, (1, 2, 2, 70, 270, 16, 8), {"is_causal": is_causal, "q_start": 200}).check()
+    case_of((1, 2, 2, 70, 270, 16, 8), {"is_causal": is_causal, "q_start": 200}, section=1).check()
+
+
+@pytest.mark.parametrize(
+  ("options", "rest", "parts"),
+  [
+    ({}, 4, 32),  # 31 rounds of 132 workgroups, and 4 more
+    ({"M": 4032}, 4, 32),  # of 63 tiles of queries: no fewer than 2 each
+    ({"M": 640}, 4, 10),
+    ({"B": 1, "Hq": 40, "Hkv": 10, "M": 2048, "N": 2048}, 28, 4),
+    ({"Hkv": 8}, 0, 1),  # 100 of 132 are busy in the last round
+    ({"B": 33}, 0, 1),  # all are
+    ({"masks": (Window(None, 0),)}, 0, 1),
+  ],
+)
+def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int, parts: int) -> None:
+  tiles = next(hopper.fused_backward(replace(SPEC, Dk=128, Dv=128, **options), Target("CUDA", "sm_90")))
+  assert (tiles.rest, tiles.parts) == (rest, parts)
+
+
+SHARED: dict[str, tuple[Shape, dict[str, int]]] = {
+  "last blocks of two heads": ((1, 2, 2, 150, 270, 16, 8), {"rest": 2, "parts": 2}),
+  "several of a head, a tile each": ((1, 4, 2, 170, 270, 128, 72), {"rest": 5, "parts": 3, "section": 2}),
+  "two tiles of keys, sections that differ": ((1, 3, 3, 330, 300, 64, 64), {"rest": 4, "parts": 5, "section": 2}),
+  "all blocks": ((1, 1, 1, 140, 300, 72, 72), {"rest": 3, "parts": 2}),
+}
+
+
+@pytest.mark.kinds(name=("last blocks of two heads", "several of a head, a tile each"))
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_blocks_match_the_oracle(name: str) -> None:
+  shape, fields = SHARED[name]
+  with FUSED.device():
+    case = case_of(shape, **fields)
+    assert len(case.launches) == 4
+    case.check()
+
+
+def test_shared_blocks_with_a_score_mod() -> None:
+  rng = np.random.default_rng(0)
+  with FUSED.device():
+    case_of(GROUPED, some(rng, GROUPED, "attn_mask", "score_mod"), rest=3, parts=2).check()
+
+
+def test_parts_that_begin_at_the_first_tile_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+  right = TileRange.part
+  monkeypatch.setattr(
+    TileRange, "part", lambda self, i, parts, when: replace(right(self, i, parts, when), tile=self.tile)
+  )
   compiled.cache_clear()
+  with FUSED.device(), pytest.raises((emulator.KernelError, AssertionError)):
+    case_of((1, 1, 1, 150, 270, 16, 8), rest=1, parts=2).check()
+  compiled.cache_clear()
+
+
+def test_parts_that_are_not_added_are_caught() -> None:
+  with FUSED.device(), pytest.raises(AssertionError, match="gradient of"):
+    case = case_of((1, 1, 1, 150, 270, 16, 8), rest=1, parts=2)
+    replace(case, launches=tuple(x for x in case.launches if x.kernel.build is not hopper_fused_backward.add_parts)).check()
 
 
 def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +268,10 @@ def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_graphs_know_what_instructions_write() -> None:
   with FUSED.device() as device:
-    launch = Case.of(FUSED, SMALL).launches[1]
+    launch = case_of(SMALL, rest=1, parts=2).launches[1]
     slots = {x.name: i for i, x in enumerate(launch.buffers())}
-    assert {slots[name] for name in ("dq_sum", "dk", "dv", "semaphores")} == set(launch.build(device).arg.outs)
+    written = "dq_sum", "dk", "dv", "semaphores", "dk_parts", "dv_parts"
+    assert {slots[name] for name in written} == set(launch.build(device).arg.outs)
 
 
 SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
@@ -252,6 +322,12 @@ def test_tiles_state_their_laws() -> None:
     Tiles(0)
   with pytest.raises(ValueError, match=r"Tiles\.row_tiles=0: must be at least 1"):
     Tiles(row_tiles=0)
+  with pytest.raises(ValueError, match=r"Tiles\.section=0: must be at least 1"):
+    Tiles(section=0)
+  with pytest.raises(ValueError, match=r"Tiles\.rest=-1: must be at least 0"):
+    Tiles(rest=-1)
+  with pytest.raises(ValueError, match=r"Tiles\.parts=0: must be at least 1"):
+    Tiles(parts=0)
 
 
 @pytest.mark.parametrize(("D", "stages"), [(128, 2), (128, 3), (64, 1)])

@@ -242,6 +242,7 @@ class Kernel:
       (see `uopattn.dsl.rules.bias`).
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
+    when: whether a pass with some tiles has this kernel.
     gradients: those that it computes, if its tiles differ from those of the schedule's other kernels: "dq", "dk_dv",
       "dk" or "dv"; "" if all kernels have the same tiles.
   """
@@ -251,6 +252,7 @@ class Kernel:
   params: tuple[str, ...] = ("rules", "tiles")
   block: Callable[[Any], tuple[int, int]] = lambda tiles: (tiles.block_m, tiles.block_n)
   of_keys: bool = False
+  when: Callable[[Any], bool] = lambda tiles: True
   gradients: str = ""
 
   @property

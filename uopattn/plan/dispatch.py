@@ -366,7 +366,7 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
     )
 
   try:
-    launches = tuple(map(launch, schedule.kernels))
+    launches = tuple(x for x in map(launch, schedule.kernels) if x.kernel.when(x.tiles))
     check_arguments(launches, target)
   except ValueError as error:
     raise NoKernel(f"{schedule.name}: {error}") from error

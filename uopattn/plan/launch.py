@@ -66,11 +66,13 @@ class Launch:
   def own(self) -> tuple[Buffer, ...]:
     """The buffers of a call that are not arguments, in order.
 
-    The LSE is among them only if it is wanted, and the first query only if not all are wanted.
+    The LSE is among them only if it is wanted, the first query only if not all are wanted, and a buffer of kernels only
+    if it has elements.
     """
     without = set() if self.spec.return_lse else {("lse", "write")}
     without |= set() if self.spec.bias is not None and self.spec.bias.count else {("first", "read")}
-    return tuple(x for x in self.kernel.buffers if (x.name, x.mode) not in without)
+    present = (x for x in self.kernel.buffers if (x.name, x.mode) not in without)
+    return tuple(x for x in present if not x.scratch or 0 not in self.shape(x))
 
   def shape(self, buffer: Buffer) -> tuple[int, ...]:
     """Return the shape of a buffer of a call, but for a layout."""

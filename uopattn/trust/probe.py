@@ -34,6 +34,7 @@ from uopattn.trust.features import NAMED, Inputs, Sizes, of_sequences, slopes
 DETAILS = {"window", "attn_mask", "q_start", "kv_lengths", "page_table"}  # features that have one
 MOST_BATCHES, MOST_HEADS = 2, 2  # batches, and key heads, of a probe
 SPLITS = 2  # of the keys, in a probe of split-KV
+MOST_OF = {"section": MOST_HEADS, "rest": 2, "parts": 2}  # of fields of tiles, in a probe
 BIAS_SPLITS = 2  # work items that share the scores of an element of a bias, if each has several trips
 
 
@@ -138,7 +139,8 @@ class Probe:
     made = [Launch(schedule, x, spec, pack_gqa=self.pack_gqa, splits=self.splits) for x in schedule.kernels]
     assert schedule.tiles is not None
     tiles = self.tiles if len(self.tiles) == len(made) else self.tiles[-1:] * len(made)
-    return tuple(replace(x, tiles=_tiles(schedule.tiles, fields)) for x, fields in zip(made, tiles, strict=True))
+    chosen = (replace(x, tiles=_tiles(schedule.tiles, fields)) for x, fields in zip(made, tiles, strict=True))
+    return tuple(x for x in chosen if x.kernel.when(x.tiles))
 
 
 def _tiles(kind: type, fields: dict[str, Any]) -> Any:
@@ -167,10 +169,14 @@ def _length(n: int, block: int, whole: int) -> int:
 
 
 def _fitted(tiles: dict[str, Any], blocks: int) -> dict[str, Any]:
-  """Return the fields of tiles; those of a CPU take some blocks in a call, which must divide the number of blocks."""
-  if "blocks_per_call" not in tiles:
-    return tiles
-  return tiles | {"blocks_per_call": largest_divisor(blocks, min(2, tiles["blocks_per_call"]))}
+  """Return the fields of tiles: counts that follow from the lengths as small as the probe.
+
+  Those of a CPU take some blocks in a call, which must divide the number of blocks.
+  """
+  small = {name: min(tiles[name], MOST_OF[name]) for name in MOST_OF if name in tiles}
+  if "blocks_per_call" in tiles:
+    small["blocks_per_call"] = largest_divisor(blocks, min(2, tiles["blocks_per_call"]))
+  return tiles | small
 
 
 def _block(launch: Launch) -> tuple[int, int]:

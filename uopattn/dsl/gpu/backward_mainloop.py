@@ -423,3 +423,7 @@ class QueryHeads:
       return x.tile((position < x.n_full).where(x.n_full, x.n_full + x.n_tiles) - 1 - position)
 
     return replace(self, query_range=replace(x, tile=tile))
+
+  def part(self, i: UOp, parts: int, when: UOp) -> "QueryHeads":
+    """Part `i` of `parts` of each head's tiles, or all tiles unless `when`."""
+    return replace(self, query_range=self.query_range.part(i, parts, when))

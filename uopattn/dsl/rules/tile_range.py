@@ -54,6 +54,17 @@ class TileRange:
     n_full = clamp(self.n_full - begin, 0, n_tiles) if self.n_full.vmax > 0 else self.n_full
     return TileRange(n_full, n_tiles, tile)
 
+  def part(self, i: UOp, parts: int, when: UOp) -> "TileRange":
+    """Part `i` of `parts`, as equal in size as possible, where `when` is true; else all tiles.
+
+    There are at least as many tiles as parts, and positions are not read past the end.
+    """
+    begin = when.where(self.n_tiles * i // parts, 0)
+    n_tiles = when.where(self.n_tiles * (i + 1) // parts - begin, self.n_tiles)
+    all_full = (self.n_tiles - self.n_full).simplify().vmax == 0
+    n_full = n_tiles if all_full else clamp(self.n_full - begin, 0, n_tiles)
+    return TileRange(n_full, n_tiles, lambda position: self.tile(begin + position))
+
 
 def full_first(begin: UOp, full_begin: UOp, n_full: UOp, tiles: int) -> Callable[[UOp], UOp]:
   """Order tiles from `begin` on such that the `n_full` full ones, which start at `full_begin`, come first.
