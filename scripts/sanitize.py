@@ -22,9 +22,14 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
 from uopattn import attention, flash
-from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.kernels import cuda_forward, hopper_forward, hopper_fused_backward
 from uopattn.measure.program import Usage, default_target, exit_status, take_device
+from uopattn.plan.dispatch import launches_of
+from uopattn.plan.gradient import by_kernels
+from uopattn.plan.residuals import Residuals
 from uopattn.runtime.device import kind_of
+from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
+from uopattn.spec.spec import make_spec
 
 REPORTED = 9  # exit status of compute-sanitizer if its tool reports anything
 LIMIT = 600  # seconds per case
@@ -72,6 +77,15 @@ def backward(D: int) -> None:
   Tensor.realize(*(x.grad for x in (q, k, v) if x.grad is not None))
 
 
+def backward_in_one_pass(D: int) -> None:
+  """Run the kernels of Hopper's pass for long inputs, whose blocks of keys workgroups share here."""
+  (q, k, v), (do, *_) = inputs(4, 2, 200, 333, D), inputs(4, 2, 200, 333, D)
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel")
+  spec = make_spec(q, k, v, Arguments(enable_gqa=True, return_lse=True))
+  launches = launches_of(hopper_fused_backward.SCHEDULE, spec, default_target())
+  Tensor.realize(*by_kernels(launches, Residuals.of(spec, q, k, v, out, lse, do), NO_ARGUMENTS))
+
+
 CASES: dict[str, Callable[[], None]] = {
   "forward, mma.sync": partial(forward, cuda_forward.Tiles(4, 2, 64)),
   "forward, mma.sync, queries read anew": partial(forward, cuda_forward.Tiles(4, 2, 32, in_registers=False), 128),
@@ -85,6 +99,16 @@ HOPPER: dict[str, Callable[[], None]] = {
   "forward, wgmma and TMA": partial(forward, hopper_forward.Tiles(2, 64, 2, producer=True)),
   "forward, wgmma and TMA, persistent": partial(forward, PERSISTENT),
   "backward, wgmma": partial(backward, 64),
+  "backward, one pass": partial(backward_in_one_pass, 64),
+  "backward, one pass, head size 128": partial(backward_in_one_pass, 128),
+}
+# What a tool reports though it is right (2025.3, H200). dQ is written by bulk copies, which initcheck does not see. At
+# head size 64 a warpgroup overwrites dQ that another one has read; their order goes through a named barrier, a third
+# warp and an mbarrier, which racecheck does not follow. The emulator's checks do both.
+UNSEEN = {
+  ("initcheck", "backward, one pass"),
+  ("initcheck", "backward, one pass, head size 128"),
+  ("racecheck", "backward, one pass"),
 }
 
 
@@ -131,7 +155,8 @@ def run(tools: Sequence[str], jobs: int) -> int:
   sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{SANITIZER}")
   if sanitizer is None:
     raise Usage("there is no compute-sanitizer: it is part of the CUDA toolkit")
-  pairs = list(product(tools, [FAULT, *CASES, *(HOPPER if target.arch == "sm_90" else ())]))
+  cases = [FAULT, *CASES, *(HOPPER if target.arch == "sm_90" else ())]
+  pairs = [x for x in product(tools, cases) if x not in UNSEEN]
   all_right = True
   with ThreadPoolExecutor(jobs) as pool:
     for (tool, name), (status, said) in zip(pairs, pool.map(lambda x: under(sanitizer, *x), pairs), strict=True):
