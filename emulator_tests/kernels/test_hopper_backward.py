@@ -31,7 +31,7 @@ from uopattn.runtime.prepare import compiled
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
 
-FUSED = Machine("fused", "sm_90", HALF)
+FUSED, CAUSAL = Machine("fused", "sm_90", HALF), (Window(None, 0),)
 
 
 def case_of(shape: Shape, options: dict[str, Any] | None = None, machine: Machine = FUSED, **fields: int) -> Case:
@@ -195,20 +195,22 @@ def test_sections_of_a_head_each(is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-  ("options", "rest", "parts"),
+  ("options", "rest", "parts", "together"),
   [
-    ({}, 4, 32),  # 31 rounds of 132 workgroups, and 4 more
-    ({"M": 4032}, 4, 32),  # of 63 tiles of queries: no fewer than 2 each
-    ({"M": 640}, 4, 10),
-    ({"B": 1, "Hq": 40, "Hkv": 10, "M": 2048, "N": 2048}, 28, 4),
-    ({"Hkv": 8}, 0, 1),  # 100 of 132 are busy in the last round
-    ({"B": 33}, 0, 1),  # all are
-    ({"masks": (Window(None, 0),)}, 0, 1),
+    ({}, 4, 32, 4),  # 31 rounds of 132 workgroups, and 4 more
+    ({"M": 4032}, 4, 32, 4),  # of 63 tiles of queries: no fewer than 2 each
+    ({"M": 640}, 4, 10, 64),
+    ({"B": 1, "Hq": 40, "Hkv": 10, "M": 2048, "N": 2048}, 28, 4, 5),  # of 10 heads; 4 would leave 2
+    ({"B": 1, "Hq": 37, "Hkv": 37, "N": 1024}, 32, 4, 8),  # of a prime number
+    ({"Hkv": 8}, 0, 1, 4),  # 100 of 132 are busy in the last round
+    ({"B": 33}, 0, 1, 4),  # all are
+    ({"masks": CAUSAL}, 0, 1, 8),
+    ({"B": 1, "Hq": 28, "Hkv": 4, "M": 2048, "N": 2048, "masks": CAUSAL}, 64, 2, 4),  # all start at once
   ],
 )
-def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int, parts: int) -> None:
+def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int, parts: int, together: int) -> None:
   tiles = next(hopper.fused_backward(replace(SPEC, Dk=128, Dv=128, **options), Target("CUDA", "sm_90")))
-  assert (tiles.rest, tiles.parts) == (rest, parts)
+  assert (tiles.rest, tiles.parts, tiles.section) == (rest, parts, together)
 
 
 SHARED: dict[str, tuple[Shape, dict[str, Any]]] = {
@@ -216,15 +218,17 @@ SHARED: dict[str, tuple[Shape, dict[str, Any]]] = {
   "several of a head, a tile each": ((1, 4, 2, 170, 270, 128, 72), {"rest": 5, "parts": 3, "section": 2}),
   "two tiles of keys, sections that differ": ((1, 3, 3, 330, 300, 64, 64), {"rest": 4, "parts": 5, "section": 2}),
   "all blocks": ((1, 1, 1, 140, 300, 72, 72), {"rest": 3, "parts": 2}),
+  "causal, parts without tiles": ((1, 4, 2, 250, 270, 16, 8), {"rest": 4, "parts": 3}),
+  "causal, two of a head": ((1, 2, 1, 330, 300, 72, 128), {"rest": 2, "parts": 2}),
 }
 
 
-@pytest.mark.kinds(name=("last blocks of two heads", "several of a head, a tile each"))
+@pytest.mark.kinds(name=("last blocks of two heads", "several of a head, a tile each", "causal, parts without tiles"))
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_blocks_match_the_oracle(name: str) -> None:
   shape, fields = SHARED[name]
   with FUSED.device():
-    case = case_of(shape, **fields)
+    case = case_of(shape, {"is_causal": True} if name.startswith("causal") else {}, **fields)
     assert len(case.launches) == 4
     case.check()
 

@@ -425,5 +425,5 @@ class QueryHeads:
     return replace(self, query_range=replace(x, tile=tile))
 
   def part(self, i: UOp, parts: int, when: UOp) -> "QueryHeads":
-    """Part `i` of `parts` of each head's tiles, or all tiles unless `when`."""
+    """Every `parts`-th of each head's tiles from the `i`-th on, or all tiles unless `when`."""
     return replace(self, query_range=self.query_range.part(i, parts, when))

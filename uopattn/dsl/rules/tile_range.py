@@ -55,15 +55,18 @@ class TileRange:
     return TileRange(n_full, n_tiles, tile)
 
   def part(self, i: UOp, parts: int, when: UOp) -> "TileRange":
-    """Part `i` of `parts`, as equal in size as possible, where `when` is true; else all tiles.
+    """Every `parts`-th tile from position `i` on, where `when` is true; else all tiles.
 
-    There are at least as many tiles as parts, and positions are not read past the end.
+    So ranges that begin with the same tiles have the same tiles in common with each part of another.
     """
-    begin = when.where(self.n_tiles * i // parts, 0)
-    n_tiles = when.where(self.n_tiles * (i + 1) // parts - begin, self.n_tiles)
+
+    def count(tiles: UOp) -> UOp:
+      return when.where((tiles + (parts - 1 - i)) // parts, tiles)
+
+    n_tiles, first, step = count(self.n_tiles), when.where(i, 0), when.where(UOp.const(parts), 1)
     all_full = (self.n_tiles - self.n_full).simplify().vmax == 0
-    n_full = n_tiles if all_full else clamp(self.n_full - begin, 0, n_tiles)
-    return TileRange(n_full, n_tiles, lambda position: self.tile(begin + position))
+    n_full = n_tiles if all_full else count(self.n_full) if self.n_full.vmax > 0 else self.n_full
+    return TileRange(n_full, n_tiles, lambda position: self.tile(first + position * step))
 
 
 def full_first(begin: UOp, full_begin: UOp, n_full: UOp, tiles: int) -> Callable[[UOp], UOp]:
