@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,16 @@ from uopattn.measure.program import (
 )
 from uopattn.measure.sample import Sample
 from uopattn.measure.timing import BURSTS, GRADIENT_COST, Runner, alternate, on_cpu, ratios, share
+from uopattn.plan.dispatch import backward_on
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report
 from uopattn.runtime.clang import clang_version
 from uopattn.runtime.device import kind_of
 from uopattn.runtime.gpu import gpu_name
 from uopattn.runtime.machine import machine_record, thread_count
+from uopattn.tuning.case import choice
 
-FORMAT = 2  # of the JSON record; 1 had no "mode", and was in bursts
+FORMAT = 3  # of the JSON record; 1 had no "mode", and was in bursts; 2 had the forward kernel in rows of gradients
 ONE_DEVICE = "one device"  # the name of our kernels on one device where others of ours are on several
 GPUS = ("CUDA", "NV", "AMD", "METAL", *WITHOUT_MATRIX_UNITS)
 
@@ -171,8 +173,7 @@ def bench_row(
     "devices": config.gpus,
     "shard": SHARDS[shard_axis(config, s)] if config.gpus > 1 else None,
     "gpu": state.summary() or None,
-    "kernel": problem.launch.schedule.name,
-    "tiles": asdict(problem.launch.tiles),
+    **choice(backward_on(problem.launch.spec, Device.DEFAULT) if backward else (problem.launch,)),
     "flops": flops,
     "backward": backward,
     "contenders": records,
