@@ -31,11 +31,12 @@ to 1.02. Every p-th tile is a part's, so that the parts of one block seldom wait
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). nvcc 13 spills nothing without score functions.
+(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing, but for 8 bytes at most where
+blocks are shared at D=64, and 56 where M is no multiple of 64 and none are shared.
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 
-Speed on an H100, bfloat16, N=4096: 532 TFLOP/s at D=128 and 478 at D=64, causal 470 and 427.
+Speed on an H200, bfloat16, N=4096: 551 TFLOP/s at D=128, causal 486, and 500 at D=64.
 scripts/results/KERNELS.md has more.
 """
 

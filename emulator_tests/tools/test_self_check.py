@@ -114,6 +114,22 @@ def served(probe: Probe, device: str = CPU) -> Any:
     return None
 
 
+EACH_GPU = ["sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apple9", "gfx942", "gfx1100", "cl"))]
+
+
+@pytest.mark.parametrize("arch", [*EACH_GPU, "sm_90"])
+def test_gradients_on_gpus_have_a_probe(arch: str) -> None:
+  """Of every schedule, also those of several kernels, of which some have no tiles."""
+  with on(arch):
+    for schedule in all_schedules_on(target_of("EMU"), True):
+      probes = [] if schedule.of_bias else probes_of(replace(schedule, dtypes=schedule.dtypes[:1]), True)
+      prepared = next((found for x in probes if (found := served(x, "EMU")) is not None), None)
+      if prepared is not None:
+        again = Probe.of(prepared.launches, True)
+        assert again.kernel == schedule.name
+        assert len(again.prepare("EMU").launches) == len(prepared.launches)
+
+
 def test_every_feature_is_covered() -> None:
   """Of each kernel for which it has code, in the check program."""
   for schedule in every_schedule():
@@ -177,9 +193,6 @@ def test_probes_of_right_biases_are_right(bias: Bias, features: tuple[str, ...])
   sizes = (2, 4, 2, 77, 64, 24, 16)
   found = outcome.outcome(Probe("cpu_bias_backward", True, sizes, "float", "float", features, bias=bias), CPU)
   assert (found.verdict, found.reason) == (RIGHT, "")
-
-
-EACH_GPU = ["sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("apple9", "gfx942", "gfx1100", "cl"))]
 
 
 @pytest.mark.parametrize("arch", [*EACH_GPU, pytest.param("sm_90", marks=pytest.mark.slow)])
