@@ -96,6 +96,9 @@ class Compiled:
     return resident(self.arch, self.registers, self.shared, self.launch.tiles.threads)
 
 
+COUNTS = {"multiprocessors", "section", "rest", "parts"}  # fields of tiles that follow from lengths or the GPU
+
+
 def serves(name: str) -> bool:
   """Return whether a name is that of a target of NVIDIA."""
   return name.startswith("sm_")
@@ -255,7 +258,7 @@ def row(dtype: str, c: Compiled, gradients: str = "") -> Row:
   name = f"{c.arch} {kernel:6} {dtype:8} " + "x".join(
     str(size)
     for field, size in asdict(c.launch.tiles).items()
-    if size and not isinstance(size, bool) and field != "multiprocessors"
+    if size and not isinstance(size, bool) and field not in COUNTS
   )
   kinds = ["-"] * len(sass.KINDS) if c.loop is None else [c.loop[kind] for kind in sass.KINDS]
   each = "-" if c.each is None else f"{c.each:.1f}"

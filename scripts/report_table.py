@@ -16,7 +16,7 @@ def kernels_of(spec: AttentionSpec, target: Target, backward: bool) -> list[tupl
   """Return the kernels of a pass that have tiles, by name. Raises NoKernel."""
   launches = dispatch_backward(spec, target) if backward else stages(dispatch(spec, target))
   whole = "dQ dK dV" if backward else "fwd"
-  return [(NAMES.get(x.kernel.gradients, whole), x) for x in launches if "tiles" in x.kernel.params]
+  return [(NAMES.get(x.kernel.gradients, whole), x) for x in launches if "rules" in x.kernel.params]
 
 
 @dataclass(frozen=True)
