@@ -331,8 +331,11 @@ def backward(
   group, part = workgroup_of_keys(s, tiles.scheduler(kv_heads, N), tiles)
 
   def members() -> QueryHeads:
-    heads = QueryHeads.of(s, rules, group, tiles.rows, BLOCK).from_last()
-    return heads if part is None else heads.part(part.number % tiles.parts, tiles.parts, part.exists)
+    heads = QueryHeads.of(s, rules, group, tiles.rows, BLOCK)
+    query_range = heads.query_range.backwards()
+    if part is not None:
+      query_range = query_range.part(part.number % tiles.parts, tiles.parts, part.exists)
+    return replace(heads, query_range=query_range)
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))

@@ -213,6 +213,22 @@ def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int
   assert (tiles.rest, tiles.parts, tiles.section) == (rest, parts, together)
 
 
+@pytest.mark.parametrize(
+  ("parts", "expected"), [(2, ["12 10 | 13", "11 | 14"]), (3, ["12 | 14", "11 | 13", "10 |"]), (6, ["12 |", "11 |"])]
+)
+def test_parts_are_every_nth_tile_from_the_last_one_back(parts: int, expected: list[str]) -> None:
+  """Full tiles | those that need a mask."""
+  tiles = TileRange(UOp.const(3), UOp.const(5), lambda position: position + 10).backwards()
+
+  def shown(x: TileRange) -> str:
+    n_full, n_tiles = (int(n.simplify().arg) for n in (x.n_full, x.n_tiles))
+    numbers = [str(x.tile(UOp.const(i)).simplify().arg) for i in range(n_tiles)]
+    return " ".join([*numbers[:n_full], "|", *numbers[n_full:]])
+
+  assert [shown(tiles.part(UOp.const(i), parts, UOp.const(True))) for i in range(len(expected))] == expected
+  assert shown(tiles.part(UOp.const(0), parts, UOp.const(False))) == "12 11 10 | 14 13"
+
+
 SHARED: dict[str, tuple[Shape, dict[str, Any]]] = {
   "last blocks of two heads": ((1, 2, 2, 150, 270, 16, 8), {"rest": 2, "parts": 2}),
   "several of a head, a tile each": ((1, 4, 2, 170, 270, 128, 72), {"rest": 5, "parts": 3, "section": 2}),

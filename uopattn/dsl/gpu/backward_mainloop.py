@@ -13,7 +13,7 @@ matrix instructions have loops of their own, and share the elementwise step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -414,16 +414,3 @@ class QueryHeads:
   def axes(self) -> tuple[UOp, ...]:
     """The loop over the heads; none if there is only one."""
     return (self.member,) if self.count > 1 else ()
-
-  def from_last(self) -> "QueryHeads":
-    """The tiles of queries in the reverse order, full ones still before those that need a mask."""
-    x = self.query_range
-
-    def tile(position: UOp) -> UOp:
-      return x.tile((position < x.n_full).where(x.n_full, x.n_full + x.n_tiles) - 1 - position)
-
-    return replace(self, query_range=replace(x, tile=tile))
-
-  def part(self, i: UOp, parts: int, when: UOp) -> "QueryHeads":
-    """Every `parts`-th of each head's tiles from the `i`-th on, or all tiles unless `when`."""
-    return replace(self, query_range=self.query_range.part(i, parts, when))

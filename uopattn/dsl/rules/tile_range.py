@@ -31,6 +31,11 @@ class TileRange:
     """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
     return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
 
+  def backwards(self) -> "TileRange":
+    """The full tiles from the last one on, then those that need a mask, from the last one on."""
+    n_full, last = self.n_full, self.n_full + self.n_tiles
+    return replace(self, tile=lambda position: self.tile((position < n_full).where(n_full, last) - 1 - position))
+
   def full_backwards(self) -> "TileRange":
     """The full tiles from the last one on, then those that need a mask.
 
