@@ -157,13 +157,14 @@ class Tiles:
     So many workgroups share each that the last round, in which most multiprocessors would be idle, is short. After
     whole rounds of workgroups that masks make unequally long, few are idle anyway.
     """
-    p, heads = problem, problem.B * problem.Hkv
+    p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, BLOCK)
     rounds, rest = divmod(heads * ceildiv(p.N, self.rows), concurrent)
-    if not 0 < 2 * rest <= concurrent or (p.masks and rounds):
+    most = concurrent // rest if rest else 1
+    parts = ceildiv(tiles, ceildiv(tiles, most))
+    if parts == 1 or (p.masks and rounds):
       return self
-    tiles = ceildiv(p.M, BLOCK)
     section = equal_section(heads, self.section) if rounds else heads  # else all start together
-    return replace(self, section=section, rest=rest, parts=ceildiv(tiles, ceildiv(tiles, concurrent // rest)))
+    return replace(self, section=section, rest=rest, parts=parts)
 
   @classmethod
   def of(cls, problem: Problem) -> "Tiles":

@@ -204,6 +204,7 @@ def test_sections_of_a_head_each(is_causal: bool) -> None:
     ({"B": 1, "Hq": 37, "Hkv": 37, "N": 1024}, 32, 4, 8),  # of a prime number
     ({"Hkv": 8}, 0, 1, 4),  # 100 of 132 are busy in the last round
     ({"B": 33}, 0, 1, 4),  # all are
+    ({"M": 64}, 0, 1, 128),  # a tile of queries
     ({"masks": CAUSAL}, 0, 1, 8),
     ({"B": 1, "Hq": 28, "Hkv": 4, "M": 2048, "N": 2048, "masks": CAUSAL}, 64, 2, 4),  # all start at once
   ],
