@@ -102,9 +102,10 @@ HOPPER: dict[str, Callable[[], None]] = {
   "backward, one pass": partial(backward_in_one_pass, 64),
   "backward, one pass, head size 128": partial(backward_in_one_pass, 128),
 }
-# What a tool reports though it is right (2025.3, H200). dQ is written by bulk copies, which initcheck does not see. At
-# head size 64 a warpgroup overwrites dQ that another one has read; their order goes through a named barrier, a third
-# warp and an mbarrier, which racecheck does not follow. The emulator's checks do both.
+# What a tool reports though it is right (H200, 2026-11-29). Bulk copies write the sums of dQ, which initcheck does not
+# see; tests fill them with NaN before. At head size 64 a warpgroup overwrites dQ in shared memory that another one has
+# read; their order goes through a named barrier, a third warp and an mbarrier, which racecheck does not follow, but the
+# emulator does.
 UNSEEN = {
   ("initcheck", "backward, one pass"),
   ("initcheck", "backward, one pass, head size 128"),
