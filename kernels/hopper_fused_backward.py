@@ -25,9 +25,10 @@ the semaphores to 0; `backward` is the pass; `add_parts` adds up what workgroups
 `finish` rounds dQ. `preferred` says which cases are left to `hopper_backward`.
 
 A multiprocessor holds one workgroup. If the last round of workgroups is at most half full, several share each of its
-blocks: each has some of the tiles of queries, and stores its dK and dV in float32, for `add_parts`. On an H200 a pass
-of 64 blocks is 1.56 times as fast for that, one of 160 blocks 1.34, and one of 4096 blocks, 31 rounds and 4 more, 1.01
-to 1.02. Every p-th tile is a part's, so that the parts of one block seldom wait for others of the block before.
+blocks: each has every p-th of the tiles of queries, so that it seldom waits for another part of the block before, and
+stores its dK and dV in float32, for `add_parts`. With parts of neighbouring tiles, which is all that has been timed,
+and without a mask, a pass of 64 blocks was 1.56 times as fast for that on an H200, one of 160 blocks 1.34, and one of
+4096 blocks, 31 rounds and 4 more, 1.00 to 1.02.
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
@@ -36,8 +37,8 @@ blocks are shared at D=64, and 56 where M is no multiple of 64 and none are shar
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 
-Speed on an H200, bfloat16, N=4096: 551 TFLOP/s at D=128, causal 486, and 500 at D=64.
-scripts/results/KERNELS.md has more.
+Speed on an H200, bfloat16, N=4096: 551 TFLOP/s at D=128, with parts of neighbouring tiles, causal 486, and 500 at
+D=64. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

@@ -136,7 +136,7 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, L
   Raises:
     ValueError: no kernel supports the spec.
   """
-  launch = next(x for x in stages(dispatch(spec, Target("CUDA", arch), tiles)) if "tiles" in x.kernel.params)
+  launch = next(x for x in stages(dispatch(spec, Target("CUDA", arch), tiles)) if x.kernel.has_scores)
   text, shared = source_of(launch, arch)
   return text, launch, shared
 

@@ -13,10 +13,10 @@ NAMES = {"dq": "dQ", "dk_dv": "dK dV", "dk": "dK", "dv": "dV"}  # of kernels, by
 
 
 def kernels_of(spec: AttentionSpec, target: Target, backward: bool) -> list[tuple[str, Launch]]:
-  """Return the kernels of a pass that have tiles, by name. Raises NoKernel."""
+  """Return the kernels of a pass that compute scores, by name. Raises NoKernel."""
   launches = dispatch_backward(spec, target) if backward else stages(dispatch(spec, target))
   whole = "dQ dK dV" if backward else "fwd"
-  return [(NAMES.get(x.kernel.gradients, whole), x) for x in launches if "rules" in x.kernel.params]
+  return [(NAMES.get(x.kernel.gradients, whole), x) for x in launches if x.kernel.has_scores]
 
 
 @dataclass(frozen=True)

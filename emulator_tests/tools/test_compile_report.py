@@ -10,10 +10,13 @@ import pytest
 import report_amd
 import report_counted
 from report_amd import ARCHES, COLUMNS, KINDS, TYPES, Compiled, main_loop, measure, occupancy, row
-from report_table import kind, line
+from report_table import kernels_of, kind, line
+from tinygrad import dtypes
 
+from uopattn.dsl.target import Target
 from uopattn.kernels.amd_forward import Tiles
 from uopattn.runtime.clang import clang_version
+from uopattn.spec.spec import AttentionSpec
 
 # Instructions of the main loop for each matrix instruction, by head size.
 BUDGET = {64: 10.0, 128: 8.0}
@@ -218,6 +221,16 @@ def test_a_clang_stands_in_for_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None
   monkeypatch.setattr(report_amd.shutil, "which", lambda name: None)
   with pytest.raises(RuntimeError, match=r"pip install '\.\[amd\]' for llvmlite, or install the system's clang"):
     report_amd.assembly("source", "gfx1201")
+
+
+@pytest.mark.parametrize(
+  ("arch", "M", "backward", "names"),
+  [("sm_80", 1, False, ["fwd"]), ("sm_90", 4096, True, ["dQ dK dV"]), ("sm_80", 4096, True, ["dQ", "dK dV"])],
+  ids=["splits without combine", "one of four kernels", "both"],
+)
+def test_rows_are_of_kernels_that_compute_scores(arch: str, M: int, backward: bool, names: list[str]) -> None:
+  spec = AttentionSpec(1, 128, 128, M, 4096, 128, 128, dtypes.half, 128**-0.5)
+  assert [name for name, _ in kernels_of(spec, Target("CUDA", arch), backward)] == names
 
 
 def test_rows_fit_a_screen() -> None:

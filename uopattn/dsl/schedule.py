@@ -261,6 +261,11 @@ class Kernel:
     return tuple(x.name for x in self.buffers if x.mode == "write")
 
   @property
+  def has_scores(self) -> bool:
+    """Whether it computes scores, by tiles: others prepare the operands or finish the results."""
+    return {"rules", "tiles"}.issubset(self.params)
+
+  @property
   def of_splits(self) -> "Kernel":
     """The forward kernel that stores what `combine` reads, for each split of the keys."""
     return replace(self, buffers=tuple(OF_SPLITS.get(x.name, x) for x in self.buffers))

@@ -62,7 +62,7 @@ class Launch:
     """The attention as the kernel sees it, after GQA packing."""
     return self.spec.packed(self.pack_gqa)
 
-  @property
+  @functools.cached_property
   def own(self) -> tuple[Buffer, ...]:
     """The buffers of a call that are not arguments, in order.
 
@@ -150,7 +150,7 @@ class Launch:
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.inputs())
     moved += sum(elements[x.name] * x.dtype(self.spec).itemsize for x in used if x.name not in ("k", "v"))
     moved += self.spec.kv_bytes if "k" in elements else 0  # not every page of the pool
-    if not {"rules", "tiles"}.issubset(self.kernel.params):  # a product and a sum for each element
+    if not self.kernel.has_scores:  # a product and a sum for each element
       return Estimates(ops=2 * max(elements.values()), lds=moved, mem=moved)
     # Two matrix products where scores are computed, and one more per gradient.
     widths = [self.shape(x)[-1] for x in used if x.mode == "write" and x.name in GRADIENTS]
@@ -177,7 +177,7 @@ class Launch:
     buffers, outputs = self.buffers(), [x.name for x in self.own if x.mode == "write"]
     operands = {x.name: (empty(x.shape, x.dtype, device),) for x in buffers if x.name in outputs} | dict(operands)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in operands[name]]
-    variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
+    variables = variables if self.kernel.has_scores else ()
     call = called(devices_of(device)[0], self.build(device), [x.uop for x in tensors], variables, gradient)
     return {name: Tensor(operands[name][0].uop.after(call)) for name in outputs}
 

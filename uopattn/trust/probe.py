@@ -71,7 +71,7 @@ class Probe:
     Launches with the same tiles for attentions that differ in lengths alone have the same probe, or few.
     """
     first = launches[0]
-    s, blocks = first.spec, [_block(x) for x in launches if "rules" in x.kernel.params]
+    s, blocks = first.spec, [_block(x) for x in launches if x.kernel.has_scores]
     block_m, block_n = (max(x) for x in zip(*blocks, strict=True))
     M = s.M if s.M <= FEW else max(FEW + 1, _length(s.M, block_m, 1))
     N = _length(s.N, block_n, 2)
@@ -180,7 +180,7 @@ def _fitted(tiles: dict[str, Any], blocks: int) -> dict[str, Any]:
 
 
 def _block(launch: Launch) -> tuple[int, int]:
-  """Return how many queries and keys the tiles of a launch of the attention have."""
+  """Return how many queries and keys the tiles of a launch have."""
   rows, walked = launch.kernel.block(launch.tiles)
   return (walked, rows) if launch.kernel.of_keys else (rows, walked)
 
