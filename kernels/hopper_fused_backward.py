@@ -52,12 +52,12 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LOG2E, Scope, clamp, gated, sizes
-from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, dropped, score_vjp, weights
+from uopattn.dsl.gpu.backward_mainloop import Elements, dropped, score_vjp, weights
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
+from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, QueryTiles
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -158,14 +158,13 @@ class Tiles:
     So many workgroups share each that the last round, in which most multiprocessors would be idle, is short. After
     whole rounds of workgroups that masks make unequally long, few are idle anyway.
     """
-    p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, BLOCK)
+    p, heads, tiles = problem, problem.B * problem.Hkv, problem.group * ceildiv(problem.M, BLOCK)
     rounds, rest = divmod(heads * ceildiv(p.N, self.rows), concurrent)
     most = concurrent // rest if rest else 1
     parts = ceildiv(tiles, ceildiv(tiles, most))
     if parts == 1 or (p.masks and rounds):
       return self
-    section = equal_section(heads, self.section) if rounds else heads  # else all start together
-    return replace(self, section=section, rest=rest, parts=parts)
+    return replace(self, section=self.section if rounds else heads, rest=rest, parts=parts)  # else all start at once
 
   @classmethod
   def of(cls, problem: Problem) -> "Tiles":
@@ -194,9 +193,9 @@ def slices(Dk: int) -> int:
 def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool) -> int:
   """Choose `Tiles.section`.
 
-  With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache. Unless masks let
-  workgroups skip tiles, all are at about the same tile of one query head per key head; so in a long pass it pays that
-  these alone fit the cache, which takes all blocks of a head to run at once, however long the first ones wait.
+  With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache. In a long pass without
+  masks fewer pay, so that all blocks of a head run at once, however long the first ones wait. Of the query heads that
+  share keys one is counted, as workgroups process them together, and are at about the same tile.
 
   Args:
     group: query heads per key head.
@@ -205,14 +204,14 @@ def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool) -
   of_query_head = M * (2 * (Dk + Dv) + 4 * Dk)
   in_step = L2_BYTES[0] // of_query_head
   if not masked and in_step and kv_heads * group >= MANY_SECTIONS * in_step:
-    return min(kv_heads, in_step)
-  return min(kv_heads, max(1, L2_BYTES[Dk > SLICE] // (group * of_query_head)))
+    return equal_section(kv_heads, in_step)
+  return equal_section(kv_heads, max(1, L2_BYTES[Dk > SLICE] // of_query_head))
 
 
 def equal_section(kv_heads: int, heads: int) -> int:
-  """The size of about `heads` of sections that are equal, if there is one: others take more registers."""
+  """The size of about `heads` of equal sections, if there is one: a smaller last one ends late, and takes registers."""
   equal = (x for x in range(ceildiv(heads, 2), 2 * heads + 1) if kv_heads % x == 0)
-  return min(equal, key=lambda x: max(x / heads, heads / x), default=heads)
+  return min(equal, key=lambda x: max(x / heads, heads / x), default=min(kv_heads, heads))
 
 
 def preferred(problem: Problem, target: Target) -> bool:
@@ -229,13 +228,14 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, moves: bool)
   """Build the kernel that prepares the pass.
 
   Args:
-    row_stats: (heads, 2, queries rounded up to tiles) float32, receives the LSE and delta. For a query that does not
-      exist the LSE is infinite, so that its weights are 0.
+    row_stats: (heads, tiles, 2, 64) float32, receives the LSE and delta. For a query that does not exist the LSE is
+      infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
     moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
-  (heads, _, padded), (_, M), count = sizes(row_stats), sizes(lse), semaphores.base.max_numel()
+  (heads, n_tiles, *_), (_, M) = sizes(row_stats), sizes(lse)
+  padded, count = n_tiles * BLOCK, semaphores.base.max_numel()
   s = Scope()
   group = Workgroup(s, 1, ceildiv(heads * padded, THREADS), WARPS, WARP)
   at = group.block * THREADS + group.thread
@@ -247,7 +247,8 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, moves: bool)
   for beyond, limit in ((finite < LOWEST, LOWEST), (finite > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
     finite = beyond.where(limit, finite)
   numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
-  stores = [row_stats.base[((head * 2 + i) * padded + row).valid(inside)].store(x) for i, x in enumerate(numbers)]
+  to = at // BLOCK * 2 * BLOCK + at % BLOCK
+  stores = [row_stats.base[(to + i * BLOCK).valid(inside)].store(x) for i, x in enumerate(numbers)]
   stores.append(semaphores.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
 
@@ -328,36 +329,33 @@ def backward(
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  padded = sizes(row_stats)[2]
+  n_tiles = sizes(row_stats)[1]
   s = Scope()
   group, part = workgroup_of_keys(s, tiles.scheduler(kv_heads, N), tiles)
 
-  def members() -> QueryHeads:
-    heads = QueryHeads.of(s, rules, group, tiles.rows, BLOCK)
-    query_range = heads.query_range.backwards()
-    if part is not None:
-      query_range = query_range.part(part.number % tiles.parts, tiles.parts, part.exists)
-    return replace(heads, query_range=query_range)
+  queries = QueryTiles.of(rules, group.head, group.block * tiles.rows, tiles.rows, BLOCK)
+  if part is not None:
+    of_part = queries.range.part(part.number % tiles.parts, tiles.parts, part.exists)
+    queries = replace(queries, range=of_part)
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))
     return (*kv, *(HeadView.of(x, head, UOp.const(M)) for x in (q, do)))
 
   def numbers(head: UOp, tile: UOp) -> tuple[UOp, UOp]:
-    lse, delta = (row_stats.base[(head * 2 + i) * padded + tile * BLOCK] for i in range(2))
+    lse, delta = (row_stats.base[((head * n_tiles + tile) * 2 + i) * BLOCK] for i in range(2))
     return lse, delta
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
   dq_tile = s.buffer(slices(Dk) * BLOCK * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, WARPGROUPS * WARPS, REGISTERS_PER_THREAD)
 
-  beside = partial(add_dq, s, group, members, semaphores, dq_sum, dq_tile, pipe.free)
-  started = pipe.start(views, group.block, members, numbers, beside)
-  heads_here = members()
+  beside = partial(add_dq, s, group, queries, semaphores, dq_sum, dq_tile, pipe.free)
+  started = pipe.start(views, group.block, queries, numbers, beside)
   in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
   firsts = [in_group + tiles.row(group.warp // WARPS, i) for i in range(tiles.row_tiles)]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
-  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, dq_tile)
+  main = Mainloop(s, group, q.dtype, tiles, rules, queries, pipe, ds, rows, dq_tile)
   sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]
 
   def store(gradient: UOp, parts: UOp | None, keys: list[UOp], acc: UOp, factor: float) -> list[UOp]:
@@ -410,7 +408,7 @@ def workgroup_of_keys(s: Scope, scheduler: TileScheduler, tiles: Tiles) -> tuple
 def add_dq(
   s: Scope,
   group: Workgroup,
-  members: Callable[[], QueryHeads],
+  queries: QueryTiles,
   semaphores: UOp,
   dq_sum: UOp,
   dq_tile: UOp,
@@ -424,19 +422,17 @@ def add_dq(
     barrier: signals that it may be written again.
   """
   once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
-  heads, leads, block = members(), group.lane.eq(0), group.block
-  outer = () if heads.count == 1 else (heads.member,)
-  n, entry = loop(s, heads.query_range.n_tiles, after, once, *outer)
-  tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(dq_tile)[0]
-  taken = CUDA.semaphore_wait(semaphores.base[tile], block, leads & (block > 0), *entry)
+  n, entry = loop(s, queries.range.n_tiles, after, once)
+  head, tile = queries.at(n)
+  at, size = head * sizes(semaphores)[1] + tile, sizes(dq_tile)[0]
+  leads, block = group.lane.eq(0), group.block
+  taken = CUDA.semaphore_wait(semaphores.base[at], block, leads & (block > 0), *entry)
   givers = 1 if sizes(dq_sum)[2] == 1 else WARPGROUPS
   met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
-  added = CUDA.tma_reduce_add(dq_sum.base[tile * size], dq_tile.after(met)[0], 4 * size, block.eq(0), leads, met)
+  added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = CUDA.mbarrier_arrive(barrier[0], leads, CUDA.bulk_wait_read(leads, added))
-  done = CUDA.semaphore_release(semaphores.base[tile], block + 1, leads, CUDA.bulk_wait(leads, free)).end(n)
-  for axis in (*outer, once):
-    done = done.end(axis)
-  return done
+  done = CUDA.semaphore_release(semaphores.base[at], block + 1, leads, CUDA.bulk_wait(leads, free))
+  return done.end(n).end(once)
 
 
 def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
@@ -451,14 +447,15 @@ def wait_for(count: int, acc: UOp, *after: UOp) -> UOp:
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warpgroup's loop over tiles of queries, which are numbered through all query heads.
+  """A warpgroup's loop over tiles of queries.
 
   Attributes:
     s: the kernel's axes.
     group: the position of this thread.
     dtype: dtype of q, k and v.
     tiles: block sizes.
-    heads: the query heads, and their tiles.
+    rules: the rules of all heads.
+    queries: the tiles of queries.
     pipe: the pipeline that loads the tiles.
     ds: shared memory for dS.
     rows: this lane's keys, of each tile of 64.
@@ -469,7 +466,8 @@ class Mainloop:
   group: Workgroup
   dtype: DType
   tiles: Tiles
-  heads: QueryHeads
+  rules: Rules
+  queries: QueryTiles
   pipe: GradientPipeline
   ds: SwizzledTiles
   rows: list[dict[tuple[int, int], UOp]]
@@ -490,18 +488,13 @@ class Mainloop:
     kv_ready = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
     scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
-    dq, heads = self.s.buffer(SLICE // 2), self.heads
-    member, tile_range = heads.member, heads.query_range
-    outer = () if heads.count == 1 else (member,)
-
-    inside = all_after(sums, *outer)
+    dq, tile_range = self.s.buffer(SLICE // 2), self.queries.range
+    inside = sums
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
       old = all_after(inside, trip)
-      done = self.attend(first + trip, masked, scores, words, dq, old, kv_ready, *outer, trip).end(trip)
+      done = self.attend(first + trip, masked, scores, words, dq, old, kv_ready, trip).end(trip)
       inside = all_after(inside, done)
-    for axis in outer:
-      done = done.end(axis)
     return all_after(sums, done)
 
   def attend(
@@ -514,7 +507,7 @@ class Mainloop:
     sums: list[list[UOp]],
     *after: UOp,
   ) -> UOp:
-    """Add a head's n-th tile to the sums. Returns the end of its work.
+    """Add the n-th tile to the sums. Returns the end of its work.
 
     Args:
       scores: registers for S and dP.
@@ -522,43 +515,42 @@ class Mainloop:
       dq: registers for this warpgroup's slice of dQ.
       sums: dK and dV of each tile of keys.
     """
-    pipe, rules = self.pipe, self.heads.rules
-    tile_range, member = self.heads.query_range, self.heads.member
-    number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
+    pipe, (head, tile) = self.pipe, self.queries.at(n)
+    rules = self.rules.at(head)
     columns = queries_of_columns(UOp.const(0), BLOCK, self.group.lane)
     queries = queries_of_columns(tile * BLOCK, BLOCK, self.group.lane)
     early = self.splits_columns and rules.rules.has_score_mods  # else P is packed with dS, for want of registers
-    issued = pipe.q.wait(number, *after, *(x for of_tile in sums for x in of_tile))
+    issued = pipe.q.wait(n, *after, *(x for of_tile in sums for x in of_tile))
     for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
-      issued = self.start_scores(i, pipe.k, pipe.q.tile(number), scores[0], issued)
-      issued = issued if i else pipe.do.wait(number, issued)
-      issued = self.start_scores(i, pipe.v, pipe.do.tile(number), scores[1], issued)
+      issued = self.start_scores(i, pipe.k, pipe.q.tile(n), scores[0], issued)
+      issued = issued if i else pipe.do.wait(n, issued)
+      issued = self.start_scores(i, pipe.v, pipe.do.tile(n), scores[1], issued)
       if i:
         issued = wait_for(2, sums[i - 1][0], issued)
       ready = wait_for(1, scores[0], issued)
-      lse = pipe.q.numbers(number, columns, ready)
+      lse = pipe.q.numbers(n, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = elements_of(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
       before, kept = ready, dropped(rules, score_rows, p)
       if early:
-        ready = self.start_dv(words[0], kept, of_dv, number, before)
+        ready = self.start_dv(words[0], kept, of_dv, n, before)
       ready = wait_for(int(early), scores[1], ready)
-      delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
+      delta = pipe.do.numbers(n, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
       elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)))
       ds = self.packed(words[1], elements, ready)
-      issued = UOp.group(*self.store_ds(i, number, ds))
+      issued = UOp.group(*self.store_ds(i, n, ds))
       if not early:
-        issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, number, before, ready))
+        issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, n, before, ready))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
-        issued = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), issued))
-    started = self.start_dq(number, dq, self.sync(CUDA.fence_proxy_async(issued)))
-    started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
+        issued = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(n), issued))
+    started = self.start_dq(n, dq, self.sync(CUDA.fence_proxy_async(issued)))
+    started = self.start_sum(of_dk, ds, pipe.q.tile(n), started)
     waited = wait_for(1, dq, wait_for(2, of_dv, started))
-    free = CUDA.mbarrier_wait(pipe.free[0], (number + 1) % 2, waited)
+    free = CUDA.mbarrier_wait(pipe.free[0], (n + 1) % 2, waited)
     arrival = self.give(CUDA.fence_proxy_async(*self.store_dq(dq.after(free), free)))
-    return pipe.q.release(number, wait_for(0, of_dk, arrival))
+    return pipe.q.release(n, wait_for(0, of_dk, arrival))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its slice of dQ to, are in shared memory."""
@@ -639,7 +631,7 @@ class Mainloop:
     return [CUDA.store_chunk(memory[offsets[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
 
 
-ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, 2, round_up(p.M, BLOCK)), in_float32, scratch=True)
+ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), 2, BLOCK), in_float32, scratch=True)
 SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
 
 

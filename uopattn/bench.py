@@ -74,7 +74,7 @@ def cpu_rows() -> list[Config]:
 def gpu_rows() -> list[Config]:
   """Return the problems timed on a GPU; the total number of tokens is the same for all lengths."""
   rows = lengths()
-  rows += [Config(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128)]
+  rows += [Config(), Config(b=4, n=4096, d=128, dtype="bfloat16"), *grouped_rows()]
   rows += [Config(b=4, n=4000, d=128), Config(b=4, n=4095, causal=1), Config(b=4, n=4096, d=80)]
   rows += [Config(b=4, n=4096, d=d, causal=causal) for d in (192, 256) for causal in (0, 1)]
   return rows + decode_rows()
@@ -92,6 +92,11 @@ def lengths() -> list[Config]:
   """Return problems of 512 to 16384 queries and keys, 16384 tokens each, with and without a causal mask."""
   every = (512, 1024, 2048, 4096, 8192, 16384)
   return [Config(b=16384 // n, n=n, d=d, causal=causal) for d in (64, 128) for causal in (0, 1) for n in every]
+
+
+def grouped_rows() -> list[Config]:
+  """Return the problems with key heads that query heads share, as in a language model that is trained."""
+  return [Config(b=b, hkv=8, n=n, d=128, causal=causal) for b, n, causal in ((4, 4096, 0), (4, 4096, 1), (1, 8192, 1))]
 
 
 def decode_rows() -> list[Config]:
@@ -114,7 +119,7 @@ def backward_rows(kind: str) -> list[Config]:
     ]
   if kind in WITHOUT_MATRIX_UNITS:
     return [Config(h=8, n=n, dtype="float", causal=causal) for n in (256, 1024) for causal in (0, 1)]
-  return [*lengths(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128), Config()]
+  return [*lengths(), Config(b=4, n=4096, d=128, dtype="bfloat16"), *grouped_rows(), Config()]
 
 
 def device_rows(backward: bool) -> list[Config]:

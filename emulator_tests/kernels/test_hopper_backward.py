@@ -18,6 +18,7 @@ from tinygrad import Tensor, UOp
 import uopattn.emulator as emulator
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import tma, wgmma
+from uopattn.dsl.nvidia.gradient_pipeline import QueryTiles
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.target import Target
@@ -178,9 +179,13 @@ def test_any_order_of_warpgroups_gives_the_same_bits() -> None:
     (128, 1, 4096, True, 8),
     (32, 1, 16384, False, 1),
     (32, 1, 65536, False, 1),  # not even one head fits the cache
-    (32, 4, 4096, False, 4),  # of each key head one query head at a time
-    (32, 4, 4096, True, 2),
+    (32, 4, 4096, False, 4),  # of the query heads that share keys one counts
+    (32, 4, 4096, True, 8),
+    (8, 4, 8192, True, 4),
     (64, 1, 4096, False, 8),  # so short a pass that the first workgroups' wait counts
+    (10, 4, 4096, True, 10),  # 8 would leave 2
+    (28, 1, 4096, True, 7),
+    (37, 1, 4096, True, 8),  # a prime number
     (2, 1, 512, False, 2),
   ],
 )
@@ -200,13 +205,14 @@ def test_sections_of_a_head_each(is_causal: bool) -> None:
     ({}, 4, 32, 4),  # 31 rounds of 132 workgroups, and 4 more
     ({"M": 4032}, 4, 32, 4),  # of 63 tiles of queries: no fewer than 2 each
     ({"M": 640}, 4, 10, 64),
-    ({"B": 1, "Hq": 40, "Hkv": 10, "M": 2048, "N": 2048}, 28, 4, 5),  # of 10 heads; 4 would leave 2
-    ({"B": 1, "Hq": 37, "Hkv": 37, "N": 1024}, 32, 4, 8),  # of a prime number
+    ({"B": 1, "Hq": 40, "Hkv": 10, "M": 2048, "N": 2048}, 28, 4, 10),
+    ({"B": 1, "Hq": 37, "Hkv": 37, "N": 1024}, 32, 4, 8),
     ({"Hkv": 8}, 0, 1, 4),  # 100 of 132 are busy in the last round
     ({"B": 33}, 0, 1, 4),  # all are
     ({"M": 64}, 0, 1, 128),  # a tile of queries
     ({"masks": CAUSAL}, 0, 1, 8),
     ({"B": 1, "Hq": 28, "Hkv": 4, "M": 2048, "N": 2048, "masks": CAUSAL}, 64, 2, 4),  # all start at once
+    ({"M": 64, "Hq": 128}, 4, 4, 128),  # a tile of each query head
   ],
 )
 def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int, parts: int, together: int) -> None:
@@ -214,18 +220,27 @@ def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int
   assert (tiles.rest, tiles.parts, tiles.section) == (rest, parts, together)
 
 
+def shown(tiles: TileRange) -> str:
+  """Full tiles | those that need a mask."""
+  n_full, n_tiles = (int(n.simplify().arg) for n in (tiles.n_full, tiles.n_tiles))
+  numbers = [str(tiles.tile(UOp.const(i)).simplify().arg) for i in range(n_tiles)]
+  return " ".join([*numbers[:n_full], "|", *numbers[n_full:]])
+
+
+def test_all_heads_of_a_tile_come_before_the_next() -> None:
+  tiles = TileRange(UOp.const(2), UOp.const(3), lambda position: position).backwards()
+  assert shown(tiles) == "1 0 | 2"
+  assert shown(tiles.of_each(2)) == "2 3 0 1 | 4 5"
+  queries = QueryTiles(2, UOp.const(6), tiles.of_each(2))
+  places = [tuple(x.simplify().arg for x in queries.at(UOp.const(i))) for i in range(6)]
+  assert places == [(6, 1), (7, 1), (6, 0), (7, 0), (6, 2), (7, 2)]
+
+
 @pytest.mark.parametrize(
   ("parts", "expected"), [(2, ["12 10 | 13", "11 | 14"]), (3, ["12 | 14", "11 | 13", "10 |"]), (6, ["12 |", "11 |"])]
 )
 def test_parts_are_every_nth_tile_from_the_last_one_back(parts: int, expected: list[str]) -> None:
-  """Full tiles | those that need a mask."""
   tiles = TileRange(UOp.const(3), UOp.const(5), lambda position: position + 10).backwards()
-
-  def shown(x: TileRange) -> str:
-    n_full, n_tiles = (int(n.simplify().arg) for n in (x.n_full, x.n_tiles))
-    numbers = [str(x.tile(UOp.const(i)).simplify().arg) for i in range(n_tiles)]
-    return " ".join([*numbers[:n_full], "|", *numbers[n_full:]])
-
   assert [shown(tiles.part(UOp.const(i), parts, UOp.const(True))) for i in range(len(expected))] == expected
   assert shown(tiles.part(UOp.const(0), parts, UOp.const(False))) == "12 11 10 | 14 13"
 

@@ -2,18 +2,17 @@
 
 As in `uopattn.dsl.nvidia.tensor_pipeline` one thread of a warpgroup of its own starts all copies. A workgroup has one
 block of keys and values, and streams the tiles of Q and dO of the query heads that share them, with the numbers of
-their rows: the LSE with Q, delta with dO. Tiles are numbered through all those heads. The release of a tile of Q is
-that of the tile of dO too.
+their rows: the LSE with Q, delta with dO. The release of a tile of Q is that of the tile of dO too.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl.gpu.backward_mainloop import QueryHeads
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
@@ -21,10 +20,42 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop, room_for, specialize
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.tile_range import blurred
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.tile_range import TileRange, blurred
 from uopattn.dsl.scope import Scope
 
 BARRIERS = 128  # bytes of shared memory in whose multiples the barriers of a matrix are placed
+
+
+@dataclass(frozen=True, eq=False)
+class QueryTiles:
+  """The tiles of queries that see a workgroup's keys, of all query heads that share them.
+
+  All heads of a tile are processed before the next tile. Workgroups add to dQ in the order of their keys; one whose
+  keys few queries see would otherwise wait at each head for those that have more tiles.
+
+  Attributes:
+    heads: number of query heads.
+    first: the first of them.
+    range: the numbers of the tiles in the order in which they are processed. Tile t of head `first` + i has the number
+      t * heads + i.
+  """
+
+  heads: int
+  first: UOp
+  range: TileRange
+
+  @classmethod
+  def of(cls, rules: Rules, kv_head: UOp, key: UOp, block_n: int, block_m: int) -> "QueryTiles":
+    """The tiles of `block_m` queries that see any of `block_n` keys from `key` on, the last ones first."""
+    heads = rules.heads_per_key_head
+    first = kv_head * heads
+    return cls(heads, first, rules.at(first).query_range(key, block_n, block_m).backwards().of_each(heads))
+
+  def at(self, position: UOp) -> tuple[UOp, UOp]:
+    """The query head, and its tile, that is processed at a position."""
+    number = self.range.tile(position)
+    return self.first + number % self.heads, number // self.heads
 
 
 class GradientPipeline:
@@ -75,7 +106,7 @@ class GradientPipeline:
     self,
     views: Callable[[UOp], tuple[HeadView, ...]],
     block: UOp,
-    heads: Callable[[], QueryHeads],
+    tiles: QueryTiles,
     numbers: Callable[[UOp, UOp], tuple[UOp, UOp]],
     beside: Callable[[UOp], UOp],
   ) -> UOp:
@@ -84,7 +115,7 @@ class GradientPipeline:
     Args:
       views: (query head) -> the rows of keys, values, queries and dO.
       block: the block of keys.
-      heads: makes the loop over query heads.
+      tiles: the tiles of queries.
       numbers: (query head, tile) -> where the LSE, and delta, of a tile's queries begin.
       beside: (after) -> what warps that neither produce nor consume do meanwhile.
     """
@@ -95,18 +126,14 @@ class GradientPipeline:
     def bring(after: UOp) -> UOp:
       elected = self._group.thread.eq(self._consumers * WARP).cast(dtypes.weakint)
       once = self._s.axis(blurred(elected), AxisType.REDUCE)
-      shared = heads()
-      k_view, v_view, q_view, do_view = views(shared.head)
+      k_view, v_view, *_ = views(tiles.first)
       loaded = self.v.load(v_view, zero, block, self.k.load(k_view, zero, block, after, once))
-      outer = () if shared.count == 1 else (shared.member,)
-      n, entry = loop(self._s, shared.query_range.n_tiles, loaded, *outer)
-      number, tile = shared.member * shared.query_range.n_tiles + n, shared.query_range.tile(n)
-      of_q, of_do = numbers(shared.head, tile)
-      last = self.q.load(q_view, number, tile, *entry, numbers=of_q)
-      last = self.do.load(do_view, number, tile, last, numbers=of_do, waits=False).end(n)
-      for axis in (*outer, once):
-        last = last.end(axis)
-      return beside(last)
+      n, entry = loop(self._s, tiles.range.n_tiles, loaded)
+      head, tile = tiles.at(n)
+      (*_, q_view, do_view), (of_q, of_do) = views(head), numbers(head, tile)
+      last = self.q.load(q_view, n, tile, *entry, numbers=of_q)
+      last = self.do.load(do_view, n, tile, last, numbers=of_do, waits=False).end(n)
+      return beside(last.end(once))
 
     brought = list(zip(self._sources, views(zero), strict=True))
     return specialize(self._group, self._consumers, self._registers, brought, barriers, bring)

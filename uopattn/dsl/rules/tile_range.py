@@ -27,6 +27,13 @@ class TileRange:
     """Whether a tile may follow the one at a position, by its bounds: the same for all trips of a loop."""
     return position.vmin < self.n_tiles.vmax - 1
 
+  def of_each(self, heads: int) -> "TileRange":
+    """These tiles of each of several heads, tile t of head i as t * heads + i: all heads of a tile before the next."""
+    if heads == 1:
+      return self
+    tile = lambda position: self.tile(position // heads) * heads + position % heads  # noqa: E731
+    return TileRange(self.n_full * heads, self.n_tiles * heads, tile)
+
   def last_first(self) -> "TileRange":
     """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
     return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
