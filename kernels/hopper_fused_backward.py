@@ -17,8 +17,9 @@ dropout need the registers.
 
 The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits.
 Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
-workgroup, which takes about as long as the products. All workgroups process the tiles from the last to the first, and
-start in the order of their keys, in sections of heads that share the L2 cache, so they seldom wait.
+workgroup, which takes about as long as the products. All workgroups process the tiles from the last to the first, each
+for all query heads that share the keys, and start in the order of their keys, in sections of heads that share the L2
+cache, so they seldom wait.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 the semaphores to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that they share;
@@ -26,19 +27,18 @@ the semaphores to 0; `backward` is the pass; `add_parts` adds up what workgroups
 
 A multiprocessor holds one workgroup. If the last round of workgroups is at most half full, several share each of its
 blocks: each has every p-th of the tiles of queries, so that it seldom waits for another part of the block before, and
-stores its dK and dV in float32, for `add_parts`. With parts of neighbouring tiles, which is all that has been timed,
-and without a mask, a pass of 64 blocks was 1.56 times as fast for that on an H200, one of 160 blocks 1.34, and one of
-4096 blocks, 31 rounds and 4 more, 1.00 to 1.02.
+stores its dK and dV in float32, for `add_parts`. A pass of 64 blocks is 1.57 times as fast for that on an H200, with a
+causal mask 1.82, one of 160 blocks 1.34, and one of 4096 blocks, 31 rounds and 4 more, 1.00 to 1.02.
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing, but for 8 bytes at most where
-blocks are shared at D=64, and 56 where M is no multiple of 64 and none are shared.
+(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing at D=128, and up to 36 bytes at
+D=64 where sections are not equal or M is no multiple of 64.
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 
-Speed on an H200, bfloat16, N=4096: 551 TFLOP/s at D=128, with parts of neighbouring tiles, causal 486, and 500 at
-D=64. scripts/results/KERNELS.md has more.
+Speed on an H200, bfloat16, N=4096: 542 TFLOP/s at D=128, causal 504, with four query heads per key head 533 and 505;
+500 at D=64, causal 444. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
@@ -158,7 +158,7 @@ class Tiles:
     So many workgroups share each that the last round, in which most multiprocessors would be idle, is short. After
     whole rounds of workgroups that masks make unequally long, few are idle anyway.
     """
-    p, heads, tiles = problem, problem.B * problem.Hkv, problem.group * ceildiv(problem.M, BLOCK)
+    p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, BLOCK)
     rounds, rest = divmod(heads * ceildiv(p.N, self.rows), concurrent)
     most = concurrent // rest if rest else 1
     parts = ceildiv(tiles, ceildiv(tiles, most))
@@ -183,6 +183,9 @@ DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in s
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
 MANY_SECTIONS = 24  # of query heads, among which what the first ones wait is at most 2 % of the time
 FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)
+# So are this many tiles for each for which the first workgroups wait, without and with masks, for head sizes up to 64
+# and above (H200, 2026-11-29).
+ENOUGH = ((8, 8), (5, 2))
 
 
 def slices(Dk: int) -> int:
@@ -215,13 +218,13 @@ def equal_section(kv_heads: int, heads: int) -> int:
 
 
 def preferred(problem: Problem, target: Target) -> bool:
-  """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for each other."""
+  """Whether this pass is faster than two kernels: keys enough, and tiles beside those for which workgroups wait."""
   p = problem
   tiling, kv_heads, concurrent = Tiles.of(p), p.B * p.Hkv, target.multiprocessors
   blocks = ceildiv(p.N, tiling.rows)
   first_wave = min(blocks, concurrent / tiling.section)  # tiles until all add
   tiles = ceildiv(kv_heads * blocks, concurrent) * p.group * ceildiv(p.M, BLOCK)
-  return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
+  return min(p.M, p.N) >= FROM and ENOUGH[p.Dk > SLICE][bool(p.masks)] * first_wave <= tiles
 
 
 def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, moves: bool) -> UOp:
@@ -333,10 +336,11 @@ def backward(
   s = Scope()
   group, part = workgroup_of_keys(s, tiles.scheduler(kv_heads, N), tiles)
 
-  queries = QueryTiles.of(rules, group.head, group.block * tiles.rows, tiles.rows, BLOCK)
+  first = group.head * rules.heads_per_key_head
+  of_head = rules.at(first).query_range(group.block * tiles.rows, tiles.rows, BLOCK).backwards()
   if part is not None:
-    of_part = queries.range.part(part.number % tiles.parts, tiles.parts, part.exists)
-    queries = replace(queries, range=of_part)
+    of_head = of_head.part(part.number % tiles.parts, tiles.parts, part.exists)
+  queries = QueryTiles(rules.heads_per_key_head, first, of_head)
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))
@@ -422,7 +426,7 @@ def add_dq(
     barrier: signals that it may be written again.
   """
   once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
-  n, entry = loop(s, queries.range.n_tiles, after, once)
+  n, entry = loop(s, queries.n_tiles, after, once)
   head, tile = queries.at(n)
   at, size = head * sizes(semaphores)[1] + tile, sizes(dq_tile)[0]
   leads, block = group.lane.eq(0), group.block
@@ -488,9 +492,9 @@ class Mainloop:
     kv_ready = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
     scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
-    dq, tile_range = self.s.buffer(SLICE // 2), self.queries.range
+    dq, queries = self.s.buffer(SLICE // 2), self.queries
     inside = sums
-    for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
+    for first, trips, masked in full_then_masked(zero, queries.n_full, queries.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
       old = all_after(inside, trip)
       done = self.attend(first + trip, masked, scores, words, dq, old, kv_ready, trip).end(trip)

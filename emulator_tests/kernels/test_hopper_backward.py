@@ -212,7 +212,6 @@ def test_sections_of_a_head_each(is_causal: bool) -> None:
     ({"M": 64}, 0, 1, 128),  # a tile of queries
     ({"masks": CAUSAL}, 0, 1, 8),
     ({"B": 1, "Hq": 28, "Hkv": 4, "M": 2048, "N": 2048, "masks": CAUSAL}, 64, 2, 4),  # all start at once
-    ({"M": 64, "Hq": 128}, 4, 4, 128),  # a tile of each query head
   ],
 )
 def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int, parts: int, together: int) -> None:
@@ -220,27 +219,26 @@ def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int
   assert (tiles.rest, tiles.parts, tiles.section) == (rest, parts, together)
 
 
-def shown(tiles: TileRange) -> str:
-  """Full tiles | those that need a mask."""
-  n_full, n_tiles = (int(n.simplify().arg) for n in (tiles.n_full, tiles.n_tiles))
-  numbers = [str(tiles.tile(UOp.const(i)).simplify().arg) for i in range(n_tiles)]
-  return " ".join([*numbers[:n_full], "|", *numbers[n_full:]])
-
-
 def test_all_heads_of_a_tile_come_before_the_next() -> None:
-  tiles = TileRange(UOp.const(2), UOp.const(3), lambda position: position).backwards()
-  assert shown(tiles) == "1 0 | 2"
-  assert shown(tiles.of_each(2)) == "2 3 0 1 | 4 5"
-  queries = QueryTiles(2, UOp.const(6), tiles.of_each(2))
+  of_head = TileRange(UOp.const(2), UOp.const(3), lambda position: position).backwards()
+  queries = QueryTiles(2, UOp.const(6), of_head)
   places = [tuple(x.simplify().arg for x in queries.at(UOp.const(i))) for i in range(6)]
   assert places == [(6, 1), (7, 1), (6, 0), (7, 0), (6, 2), (7, 2)]
+  assert [x.simplify().arg for x in (queries.n_full, queries.n_tiles)] == [4, 6]
 
 
 @pytest.mark.parametrize(
   ("parts", "expected"), [(2, ["12 10 | 13", "11 | 14"]), (3, ["12 | 14", "11 | 13", "10 |"]), (6, ["12 |", "11 |"])]
 )
 def test_parts_are_every_nth_tile_from_the_last_one_back(parts: int, expected: list[str]) -> None:
+  """Full tiles | those that need a mask."""
   tiles = TileRange(UOp.const(3), UOp.const(5), lambda position: position + 10).backwards()
+
+  def shown(x: TileRange) -> str:
+    n_full, n_tiles = (int(n.simplify().arg) for n in (x.n_full, x.n_tiles))
+    numbers = [str(x.tile(UOp.const(i)).simplify().arg) for i in range(n_tiles)]
+    return " ".join([*numbers[:n_full], "|", *numbers[n_full:]])
+
   assert [shown(tiles.part(UOp.const(i), parts, UOp.const(True))) for i in range(len(expected))] == expected
   assert shown(tiles.part(UOp.const(0), parts, UOp.const(False))) == "12 11 10 | 14 13"
 

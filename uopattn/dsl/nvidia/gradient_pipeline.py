@@ -20,7 +20,6 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop, room_for, specialize
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import TileRange, blurred
 from uopattn.dsl.scope import Scope
 
@@ -37,25 +36,26 @@ class QueryTiles:
   Attributes:
     heads: number of query heads.
     first: the first of them.
-    range: the numbers of the tiles in the order in which they are processed. Tile t of head `first` + i has the number
-      t * heads + i.
+    of_head: the tiles of each, in the order in which they are processed.
   """
 
   heads: int
   first: UOp
-  range: TileRange
+  of_head: TileRange
 
-  @classmethod
-  def of(cls, rules: Rules, kv_head: UOp, key: UOp, block_n: int, block_m: int) -> "QueryTiles":
-    """The tiles of `block_m` queries that see any of `block_n` keys from `key` on, the last ones first."""
-    heads = rules.heads_per_key_head
-    first = kv_head * heads
-    return cls(heads, first, rules.at(first).query_range(key, block_n, block_m).backwards().of_each(heads))
+  @property
+  def n_full(self) -> UOp:
+    """The number of tiles, from position 0 on, that need no mask."""
+    return self.of_head.n_full * self.heads
+
+  @property
+  def n_tiles(self) -> UOp:
+    """The number of tiles."""
+    return self.of_head.n_tiles * self.heads
 
   def at(self, position: UOp) -> tuple[UOp, UOp]:
-    """The query head, and its tile, that is processed at a position."""
-    number = self.range.tile(position)
-    return self.first + number % self.heads, number // self.heads
+    """The query head, and its tile, at a position below `n_tiles`."""
+    return self.first + position % self.heads, self.of_head.tile(position // self.heads)
 
 
 class GradientPipeline:
@@ -128,7 +128,7 @@ class GradientPipeline:
       once = self._s.axis(blurred(elected), AxisType.REDUCE)
       k_view, v_view, *_ = views(tiles.first)
       loaded = self.v.load(v_view, zero, block, self.k.load(k_view, zero, block, after, once))
-      n, entry = loop(self._s, tiles.range.n_tiles, loaded)
+      n, entry = loop(self._s, tiles.n_tiles, loaded)
       head, tile = tiles.at(n)
       (*_, q_view, do_view), (of_q, of_do) = views(head), numbers(head, tile)
       last = self.q.load(q_view, n, tile, *entry, numbers=of_q)

@@ -27,13 +27,6 @@ class TileRange:
     """Whether a tile may follow the one at a position, by its bounds: the same for all trips of a loop."""
     return position.vmin < self.n_tiles.vmax - 1
 
-  def of_each(self, heads: int) -> "TileRange":
-    """These tiles of each of several heads, tile t of head i as t * heads + i: all heads of a tile before the next."""
-    if heads == 1:
-      return self
-    tile = lambda position: self.tile(position // heads) * heads + position % heads  # noqa: E731
-    return TileRange(self.n_full * heads, self.n_tiles * heads, tile)
-
   def last_first(self) -> "TileRange":
     """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
     return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
@@ -73,7 +66,7 @@ class TileRange:
     """
 
     def count(tiles: UOp) -> UOp:
-      return when.where((tiles + (parts - 1 - i)) // parts, tiles)
+      return when.where(tiles // parts + (i < tiles % parts).where(UOp.const(1), 0), tiles)
 
     n_tiles, first, step = count(self.n_tiles), when.where(i, 0), when.where(UOp.const(parts), 1)
     all_full = (self.n_tiles - self.n_full).simplify().vmax == 0
