@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.gradient_mainloop import SLICE, WARPGROUPS
 from uopattn.dsl.rules.bias import BiasWork, IndexedBy
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Problem
 from uopattn.dsl.target import Target
@@ -17,8 +18,8 @@ from uopattn.kernels.hopper_float32_forward import MOST
 from uopattn.kernels.hopper_float32_forward import Tiles as Float32
 from uopattn.kernels.hopper_forward import Tiles as Forward
 from uopattn.kernels.hopper_forward import largest_head, serves
-from uopattn.kernels.hopper_fused_backward import SLICE, WARPGROUPS, slices
 from uopattn.kernels.hopper_fused_backward import Tiles as Fused
+from uopattn.kernels.hopper_fused_backward import slices
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS
 from uopattn.kernels.hopper_wide_forward import Tiles as Wide
