@@ -314,11 +314,11 @@ def backward(
   s = Scope()
   group, part = workgroup_of_keys(s, tiles.scheduler(kv_heads, N), tiles)
 
-  first = group.head * rules.heads_per_key_head
-  of_head = rules.at(first).query_range(group.block * tiles.rows, tiles.rows, BLOCK).backwards()
+  first_head = group.head * rules.heads_per_key_head
+  of_head = rules.at(first_head).query_range(group.block * tiles.rows, tiles.rows, BLOCK).backwards()
   if part is not None:
     of_head = of_head.part(part.number % tiles.parts, tiles.parts, part.exists)
-  queries = QueryTiles(rules.heads_per_key_head, first, of_head)
+  queries = QueryTiles(rules.heads_per_key_head, first_head, of_head)
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sass
+from helpers import dispatch_among
 from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, rendered, resident, source
 from tinygrad import UOp
 
@@ -17,7 +18,7 @@ from uopattn.dsl.rules.bias import Bias, IndexedBy
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
-from uopattn.kernels import cuda_forward, hopper_float32_forward, hopper_forward
+from uopattn.kernels import cuda_backward, cuda_forward, hopper_backward, hopper_float32_forward, hopper_forward
 from uopattn.plan.dispatch import bias_launch, dispatch_backward
 from uopattn.plan.launch import Launch
 from uopattn.plan.tiles import cuda, hopper
@@ -172,7 +173,9 @@ def of_backward(arch: str, causal: bool, dtype: str, D: int) -> Any:
 
 @pytest.mark.kinds(arch=("sm_80",))
 @pytest.mark.parametrize(("arch", "causal", "dtype", "D"), [of_backward(*x, D) for D in (64, 128) for x in BACKWARD])
-def test_backward_does_not_spill(arch: str, causal: bool, dtype: str, D: int) -> None:
+def test_backward_does_not_spill(arch: str, causal: bool, dtype: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of the passes in two kernels: `test_hopper_backward` has that in one."""
+  dispatch_among(monkeypatch, [hopper_backward.SCHEDULE, cuda_backward.SCHEDULE], backward=True)
   masks = Window.of(None, 0 if causal else None)
   rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, masks=masks)
   for launch in dispatch_backward(replace(spec(D), masks=masks, dtype=TYPES[dtype]), Target("CUDA", arch)):
