@@ -22,8 +22,8 @@ causal mask 1.82, one of 160 blocks 1.34, and one of 4096 blocks, 31 rounds and 
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing at D=128, and up to 36 bytes at
-D=64 where sections are not equal or M is no multiple of 64.
+(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing at D=128. At D=64 it spills up
+to 36 bytes in some cases, most of which have sections that are not equal or an M that is no multiple of 64.
 
 Speed on an H200, bfloat16, N=4096: 542 TFLOP/s at D=128, causal 504, with four query heads per key head 533 and 505;
 500 at D=64, causal 444. scripts/results/KERNELS.md has more.
@@ -42,7 +42,7 @@ from uopattn.dsl import LOG2E, Scope, clamp, gated, sizes
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.gradient_mainloop import BLOCK, SLICE, WARPGROUPS, GradientMainloop, add_dq
+from uopattn.dsl.nvidia.gradient_mainloop import BLOCK, SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, QueryTiles
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -106,10 +106,6 @@ class Tiles:
   def rows(self) -> int:
     """Keys per workgroup."""
     return WARPGROUPS * self.row_tiles * wgmma.M
-
-  def row(self, warpgroup: UOp, row_tile: int) -> UOp:
-    """The first row of a warpgroup's tile of keys."""
-    return (warpgroup * self.row_tiles + row_tile) * wgmma.M
 
   @property
   def threads(self) -> int:
@@ -335,7 +331,7 @@ def backward(
   beside = partial(add_dq, s, group, queries, semaphores, dq_sum, dq_tile, pipe.free)
   started = pipe.start(views, group.block, queries, numbers, beside)
   in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
-  firsts = [in_group + tiles.row(group.warp // WARPS, i) for i in range(tiles.row_tiles)]
+  firsts = [in_group + first_key(group.warp // WARPS, tiles.row_tiles, i) for i in range(tiles.row_tiles)]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   main = GradientMainloop(s, group, q.dtype, rules, queries, pipe, ds, rows, dq_tile)
   sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]

@@ -73,6 +73,11 @@ def add_dq(
   return done.end(n).end(once)
 
 
+def first_key(warpgroup: UOp, row_tiles: int, row_tile: int) -> UOp:
+  """The first key of one of a warpgroup's `row_tiles` tiles of 64, counted from the first one of the workgroup."""
+  return (warpgroup * row_tiles + row_tile) * wgmma.M
+
+
 def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
   """The accumulators of each tile of keys, after something."""
   return [[x.after(*after) for x in of_tile] for of_tile in sums]
@@ -119,8 +124,8 @@ class GradientMainloop:
     return sizes(self.dq)[0] > BLOCK * SLICE
 
   def first_key(self, row_tile: int) -> UOp:
-    """The first of this warpgroup's keys in a tile of 64, counted from the first one of the workgroup."""
-    return (self.warpgroup * len(self.rows) + row_tile) * wgmma.M
+    """The first key of one of this warpgroup's tiles; see `first_key`."""
+    return first_key(self.warpgroup, len(self.rows), row_tile)
 
   def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
     """Add all tiles to dK and dV, of each tile of keys. Returns them."""
