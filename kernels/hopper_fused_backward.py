@@ -12,18 +12,24 @@ for all query heads that share the keys, and start in the order of their keys, i
 cache, so they seldom wait.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
-the semaphores to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that they share;
-`finish` rounds dQ. `preferred` says which cases are left to `hopper_backward`.
+semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
+they share; `finish` rounds dQ. `preferred` says which cases are left to `hopper_backward`.
 
-A multiprocessor holds one workgroup. If the last round of workgroups is at most half full, several share each of its
-blocks: each has every p-th of the tiles of queries, so that it seldom waits for another part of the block before, and
-stores its dK and dV in float32, for `add_parts`. A pass of 64 blocks is 1.57 times as fast for that on an H200, with a
-causal mask 1.82, one of 160 blocks 1.34, and one of 4096 blocks, 31 rounds and 4 more, 1.00 to 1.02.
+A multiprocessor holds one workgroup. Where that pays (`Tiles.scheduled`) workgroups are persistent: each takes blocks
+one after another from a counter in memory, and loads the next keys and queries while it stores dK and dV. On an H200
+that is 1.00 to 1.05 times as fast, most for few queries: at D=128 1.05 for N=512, 1.01 for 1024, 1.00 for 4096 and
+8192, causal 1.02 for 1024, 1.03 for 4096 and 1.00 for 8192.
+
+If the last round of workgroups is at most half full, several share each of its blocks: each has every p-th of the tiles
+of queries, so that it seldom waits for another part of the block before, and stores its dK and dV in float32, for
+`add_parts`. A pass of 64 blocks is 1.57 times as fast for that on an H200, with a causal mask 1.82, one of 160 blocks
+1.34, and one of 4096 blocks, 31 rounds and 4 more, 1.00 to 1.02.
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing at D=128. At D=64 it spills up
-to 36 bytes in some cases, most of which have sections that are not equal or an M that is no multiple of 64.
+(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing at D=128, but where workgroups
+are persistent under a causal mask up to 92 bytes, three words of them per tile. At D=64 it spills up to 36 bytes in
+some cases, under a causal mask or where sections are not equal or M is no multiple of 64.
 
 Speed on an H200, bfloat16, N=4096: 542 TFLOP/s at D=128, causal 504, with four query heads per key head 533 and 505;
 500 at D=64, causal 444. scripts/results/KERNELS.md has more.
@@ -41,7 +47,7 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl import LOG2E, Scope, clamp, gated, sizes
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia import gradient_pipeline, wgmma
 from uopattn.dsl.nvidia.gradient_mainloop import BLOCK, SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, QueryTiles
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
@@ -82,6 +88,8 @@ class Tiles:
     section: key heads whose blocks start together: the first blocks of all, the second ones, and so on.
     rest: blocks of keys, the last ones to start, which several workgroups share each; see `shared`.
     parts: workgroups per block that is shared. Each has as many of the tiles of queries as the others.
+    persistent: whether workgroups take blocks, or parts of them, one after another.
+    multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
 
   stages: int = 2
@@ -89,6 +97,8 @@ class Tiles:
   section: int = 1
   rest: int = 0
   parts: int = 1
+  persistent: bool = False
+  multiprocessors: int = 132  # of an H100 or H200
 
   def __post_init__(self) -> None:
     if self.stages < 1:
@@ -101,6 +111,8 @@ class Tiles:
       raise ValueError(f"Tiles.rest={self.rest}: must be at least 0")
     if self.parts < 1:
       raise ValueError(f"Tiles.parts={self.parts}: must be at least 1")
+    if self.multiprocessors < 1:
+      raise ValueError(f"Tiles.multiprocessors={self.multiprocessors}: must be at least 1")
 
   @property
   def rows(self) -> int:
@@ -121,11 +133,25 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    return ds.bytes + 4 * slices(Dk) * BLOCK * SLICE + GradientPipeline.shared_bytes(stationary, streamed)
+    return (
+      ds.bytes + 4 * slices(Dk) * BLOCK * SLICE + GradientPipeline.shared_bytes(stationary, streamed, self.persistent)
+    )
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
     return BLOCK + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
+
+  def scheduled(self, problem: Problem, concurrent: int) -> "Tiles":
+    """The tiles for a GPU that runs so many workgroups at once: with blocks `shared`, and persistent where that pays.
+
+    Persistent workgroups begin the next block sooner, but the warp that adds to dQ is slower, and at head sizes up to
+    64 a tile takes more instructions. So the exceptions are heads that share keys under a mask, where adding sets the
+    pace, and blocks of many tiles at head sizes up to 64.
+    """
+    p, tiles = problem, self.shared(problem, concurrent)
+    several, wide = p.B * p.Hkv * ceildiv(p.N, self.rows) > concurrent, p.Dk > SLICE
+    pays = (p.group == 1 or not wide) if p.masks else (p.M <= SHORT or wide)
+    return replace(tiles, persistent=several and pays, multiprocessors=concurrent)
 
   def shared(self, problem: Problem, concurrent: int) -> "Tiles":
     """The tiles with those blocks shared that are left when others fill whole rounds of `concurrent` workgroups.
@@ -160,6 +186,7 @@ FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward
 # So are this many tiles for each for which the first workgroups wait, without and with masks, for head sizes up to 64
 # and above (H200, 2026-11-29).
 ENOUGH = ((8, 8), (5, 2))
+SHORT = 1024  # queries up to which persistent workgroups pay at head sizes up to 64, without a mask (H200, 2026-11-29)
 
 
 def slices(Dk: int) -> int:
@@ -201,7 +228,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   return min(p.M, p.N) >= FROM and ENOUGH[p.Dk > SLICE][bool(p.masks)] * first_wave <= tiles
 
 
-def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, moves: bool) -> UOp:
+def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | None = None, *, moves: bool) -> UOp:
   """Build the kernel that prepares the pass.
 
   Args:
@@ -209,6 +236,7 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, moves: bool)
       infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
+    counter: (1,) int32, set to 0.
     moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
   (heads, n_tiles, *_), (_, M) = sizes(row_stats), sizes(lse)
@@ -226,7 +254,9 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, moves: bool)
   numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
   to = at // BLOCK * 2 * BLOCK + at % BLOCK
   stores = [row_stats.base[(to + i * BLOCK).valid(inside)].store(x) for i, x in enumerate(numbers)]
-  stores.append(semaphores.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
+  for x, number in ((semaphores, count), (counter, 1)):
+    if x is not None:
+      stores.append(x.base[at.valid(at < number)].store(UOp.const(0, dtypes.int)))
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
 
 
@@ -286,6 +316,7 @@ def backward(
   v: UOp,
   do: UOp,
   row_stats: UOp,
+  counter: UOp | None = None,
   dk_parts: UOp | None = None,
   dv_parts: UOp | None = None,
   *,
@@ -300,56 +331,61 @@ def backward(
     semaphores: (heads, tiles) int32, 0 before.
     q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
     row_stats: from `begin`.
+    counter: (1,) int32, 0 before, counts the blocks of keys, and parts of them, that workgroups have taken; None if
+      they are not persistent.
     dk_parts, dv_parts: (rest * parts, rows, size) float32, receive what each workgroup has of a block that is shared;
       None if none is.
     rules: masks and scaling.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  n_tiles = sizes(row_stats)[1]
+  n_tiles, scheduler = sizes(row_stats)[1], tiles.scheduler(kv_heads, N)
+  blocks = scheduler.workgroups + tiles.rest * (tiles.parts - 1)
   s = Scope()
-  group, part = workgroup_of_keys(s, tiles.scheduler(kv_heads, N), tiles)
+  workgroups = min(blocks, tiles.multiprocessors) if tiles.persistent else blocks
+  group = Workgroup(s, 1, workgroups, tiles.threads // WARP, WARP)
 
-  first_head = group.head * rules.heads_per_key_head
-  of_head = rules.at(first_head).query_range(group.block * tiles.rows, tiles.rows, BLOCK).backwards()
-  if part is not None:
-    of_head = of_head.part(part.number % tiles.parts, tiles.parts, part.exists)
-  queries = QueryTiles(rules.heads_per_key_head, first_head, of_head)
+  def block_of(number: UOp) -> KeyBlock:
+    return KeyBlock.of(number, scheduler, tiles, rules)
 
-  def views(head: UOp) -> tuple[HeadView, ...]:
-    kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))
+  def views(kv_head: UOp, head: UOp) -> tuple[HeadView, ...]:
+    kv = (HeadView.of(x, kv_head, UOp.const(N)) for x in (k, v))
     return (*kv, *(HeadView.of(x, head, UOp.const(M)) for x in (q, do)))
 
-  def numbers(head: UOp, tile: UOp) -> tuple[UOp, UOp]:
-    lse, delta = (row_stats.base[((head * n_tiles + tile) * 2 + i) * BLOCK] for i in range(2))
-    return lse, delta
+  def numbers(head: UOp, tile: UOp) -> UOp:
+    return row_stats.base[(head * n_tiles + tile) * 2 * BLOCK]
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
   dq_tile = s.buffer(slices(Dk) * BLOCK * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
-  pipe = GradientPipeline(s, group, stationary, streamed, WARPGROUPS * WARPS, REGISTERS_PER_THREAD)
+  consumers = WARPGROUPS * WARPS
+  taken_from = None if counter is None else counter.base[0]
+  pipe = GradientPipeline(s, group, stationary, streamed, consumers, REGISTERS_PER_THREAD, blocks, taken_from)
+  beside = partial(add_dq, s, group, pipe, block_of, semaphores, dq_sum, dq_tile)
+  trip = pipe.trip(pipe.start(views, block_of, numbers, beside))
 
-  beside = partial(add_dq, s, group, queries, semaphores, dq_sum, dq_tile, pipe.free)
-  started = pipe.start(views, group.block, queries, numbers, beside)
-  in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
+  of_keys = block_of(trip.number)
+  in_group = of_keys.block * tiles.rows + group.warp % WARPS * MMA_M
   firsts = [in_group + first_key(group.warp // WARPS, tiles.row_tiles, i) for i in range(tiles.row_tiles)]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
-  main = GradientMainloop(s, group, q.dtype, rules, queries, pipe, ds, rows, dq_tile)
-  sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]
+  main = GradientMainloop(s, group, q.dtype, rules, of_keys.queries, pipe.free, trip.slots, ds, rows, dq_tile)
+  sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=trip.entry) for x in (Dk, Dv)] for _ in rows]
 
   def store(gradient: UOp, parts: UOp | None, keys: list[UOp], acc: UOp, factor: float) -> list[UOp]:
     """Store this warp's rows of a gradient, or in float32 of a part of it; a row past the last one is not stored."""
+    part = of_keys.part
     if part is None or parts is None:
-      return Epilogue(gradient, group.head, group.lane).store_halves(keys, acc, factor)
+      return Epilogue(gradient, of_keys.head, group.lane).store_halves(keys, acc, factor)
     whole = [part.exists.where(N, key) for key in keys]
-    in_block = [part.exists.where(key - group.block * tiles.rows, tiles.rows) for key in keys]
+    in_block = [part.exists.where(key - of_keys.block * tiles.rows, tiles.rows) for key in keys]
     of_part = Epilogue(parts, part.number, group.lane, pairs=True).store_halves(in_block, acc, 1.0)
-    return of_part + Epilogue(gradient, group.head, group.lane).store_halves(whole, acc, factor)
+    return of_part + Epilogue(gradient, of_keys.head, group.lane).store_halves(whole, acc, factor)
 
   stores = []
-  for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, started), strict=True):
+  for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, *trip.entry), strict=True):
     keys = list(of_tile.values())
     stores += store(dk, dk_parts, keys, of_dk, rules.scale) + store(dv, dv_parts, keys, of_dv, 1.0)
-  return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  ended = trip.end(of_keys.queries, *stores)
+  return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
 
 
 def block_of_keys(scheduler: TileScheduler, item: UOp) -> tuple[UOp, UOp]:
@@ -370,20 +406,34 @@ class Part(NamedTuple):
   number: UOp
 
 
-def workgroup_of_keys(s: Scope, scheduler: TileScheduler, tiles: Tiles) -> tuple[Workgroup, Part | None]:
-  """The workgroup of a block of keys, or of a part of one of the last; None if no blocks are shared."""
-  whole = scheduler.workgroups - tiles.rest
-  group = Workgroup(s, 1, whole + tiles.rest * tiles.parts, tiles.threads // WARP, WARP)
-  if not tiles.rest:
-    group.head, group.block = block_of_keys(scheduler, group.item)
-    return group, None
-  part = Part(group.item >= whole, clamp(group.item - whole, 0, tiles.rest * tiles.parts - 1))
-  item = part.exists.where(whole + part.number // tiles.parts, group.item)
-  group.head, group.block = block_of_keys(scheduler, clamp(item, 0, scheduler.workgroups - 1))
-  return group, part
+@dataclass(frozen=True, eq=False)
+class KeyBlock(gradient_pipeline.KeyBlock):
+  """A block of keys, or a part of the work on one of the last.
+
+  Attributes:
+    part: which part; None if no blocks are shared.
+  """
+
+  part: Part | None
+
+  @classmethod
+  def of(cls, number: UOp, scheduler: TileScheduler, tiles: Tiles, rules: Rules) -> "KeyBlock":
+    """The block, or the part of one, that is the `number`-th to start."""
+    whole, part = scheduler.workgroups - tiles.rest, None
+    if tiles.rest:
+      part = Part(number >= whole, clamp(number - whole, 0, tiles.rest * tiles.parts - 1))
+      number = part.exists.where(whole + part.number // tiles.parts, number)
+      number = clamp(number, 0, scheduler.workgroups - 1)
+    kv_head, block = block_of_keys(scheduler, number)
+    head = kv_head * rules.heads_per_key_head
+    of_head = rules.at(head).query_range(block * tiles.rows, tiles.rows, BLOCK).backwards()
+    if part is not None:
+      of_head = of_head.part(part.number % tiles.parts, tiles.parts, part.exists)
+    return cls(kv_head, block, QueryTiles(rules.heads_per_key_head, head, of_head), part)
 
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), 2, BLOCK), in_float32, scratch=True)
+COUNTER = Buffer("counter", lambda p, tiles, _: (int(tiles.persistent),), lambda p: dtypes.int, scratch=True)
 SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
 
 
@@ -402,10 +452,14 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("moves",)),
+    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA, COUNTER.written), ("moves",)),
     Kernel(
       backward,
-      (*(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)), Q, K, V, DO, ROW_STATS, DK_PARTS.written, DV_PARTS.written),
+      (
+        *(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)),
+        *(Q, K, V, DO, ROW_STATS),
+        *(x.written for x in (COUNTER, DK_PARTS, DV_PARTS)),
+      ),
       block=lambda x: (x.rows, BLOCK),
       of_keys=True,
     ),

@@ -93,6 +93,45 @@ def test_a_mistake_is_an_error(name: str) -> None:
     run(added(**mistake))
 
 
+def test_numbers_are_taken_in_turn() -> None:
+  """Each workgroup writes where its number says; it gets a second one, which no other gets, only if it takes again."""
+
+  def body(o: UOp, counter: UOp) -> UOp:
+    t, g, number = threads(32), groups(COUNT), reg(1, 1, dtypes.int)
+    once = loop(t.eq(0).cast(dtypes.weakint) * 2 // 2)
+    last = CUDA.take_number(counter[0], number.after(once)[0], g, CUDA.exit_warps(t < 0), once)
+    at = number.after(last)[0].load().cast(dtypes.weakint)
+    return UOp.group(o[at].store((g + 1).cast(dtypes.float)).end(once)).end(t, g).sink(arg=kernel("taken", [], t).arg)
+
+  counter = np.array([2], np.int32)
+  np.testing.assert_array_equal(launch(body, np.zeros(6, np.float32), counter, arch=ARCH), [0, 0, 1, 2, 3, 0])
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_where_numbers_are_taken_another_workgroup_might_have_added(taken: bool) -> None:
+  """Then only a semaphore can say that what this one added before is there."""
+
+  def body(o: UOp, counter: UOp) -> UOp:
+    t, g, memory, number = threads(GROUP), groups(1), lds(1, 4 * GROUP), reg(2, 1, dtypes.int)
+    lead, one = t.eq(0), UOp.const(1.0).cast(dtypes.float).bitcast(dtypes.uint)
+    stored = CUDA.store_chunk(memory.after(UOp.barrier(CUDA.exit_warps(t < 0)))[t * 4], *[one] * 4)
+    last = CUDA.named_barrier_sync(UOp.const(1), GROUP, CUDA.fence_proxy_async(stored))
+    if taken:
+      once = loop(lead.cast(dtypes.weakint) * 2 // 2)
+      last = CUDA.take_number(counter[0], number.after(last, once)[0], g, last, once).end(once)
+    for first in (True, False):
+      last = CUDA.tma_reduce_add(o[0], memory[0], 16 * GROUP, UOp.const(first), lead, last)
+      last = CUDA.bulk_wait(lead, CUDA.bulk_wait_read(lead, last))
+    return UOp.group(last).end(t, g).sink(arg=kernel("summed", [], t).arg)
+
+  given = np.zeros(4 * GROUP, np.float32), np.zeros(1, np.int32)
+  if taken:
+    with pytest.raises(emulator.Race, match="in an order that nothing fixes"):
+      launch(body, *given, arch=ARCH)
+  else:
+    np.testing.assert_array_equal(launch(body, *given, arch=ARCH), 2)
+
+
 @pytest.mark.parametrize("offset", [0, 4])
 def test_stmatrix_stores_what_ldmatrix_loads(offset: int) -> None:
   """Four 8x8 matrices, one below the other; rows must start at multiples of 16 bytes."""

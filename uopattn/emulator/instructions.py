@@ -265,6 +265,7 @@ MEANINGS: dict[str, Meaning] = {
   "stmatrix": _stmatrix,
   "semaphore_wait": semaphores.wait_for,
   "semaphore_release": semaphores.release,
+  "take_number": semaphores.take,
   "tma_reduce_add": semaphores.tma_reduce_add,
   "bulk_wait_read": semaphores.wait_read,
   "bulk_wait": semaphores.wait,

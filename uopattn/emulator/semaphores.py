@@ -64,12 +64,15 @@ class Sums:
     released: by semaphore, what was known when it was released last.
     acquired: what each semaphore that this workgroup has acquired made known.
     flights: of this workgroup.
+    taken: whether workgroups take what they do from a counter. Then another one might have done what this one did
+      before, and what that was is known through semaphores alone.
   """
 
   last: dict[str, Last] = field(default_factory=dict)
   released: dict[tuple[str, int], Known] = field(default_factory=dict)
   acquired: list[Known] = field(default_factory=list)
   flights: list[Flight] = field(default_factory=list)
+  taken: bool = False
 
   def of_batch(self) -> "Sums":
     """Return the sums as the next workgroup finds them."""
@@ -79,6 +82,10 @@ class Sums:
     """Return what a wave of this workgroup knows."""
     clocks: Known = {(run.first_group, other): int(time) for other, time in enumerate(run.tracks.seen[wave])}
     clocks[run.first_group, wave] = run.clock + 1
+    return self.through_semaphores(run, wave, clocks)
+
+  def through_semaphores(self, run: Run, wave: int, clocks: Known) -> Known:
+    """Return what a wave of this workgroup knows by itself, with what semaphores have told it."""
     for i in run.tracks.acquired[wave]:
       for who, until in self.acquired[i].items():
         clocks[who] = max(until, clocks.get(who, 0))
@@ -117,6 +124,15 @@ def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> Non
   run.tick()  # what this wave does from now on is not known with the semaphore
   semaphore.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
   tracks_of(run, u).signalled()
+
+
+def take(run: Run, u: UOp, counter: Pointer, to: Pointer, workgroup: Any) -> None:
+  if (lane := _one(run, u, None)) is None:
+    return
+  index, cells = _index(run, u, counter, lane), counter.memory.view(np.dtype(np.int32))
+  to.memory.store(u, to.index, to.dtype, [np.full(run.shape.lanes, cells[index])])
+  cells[index] += 1
+  run.sums.taken = True
 
 
 def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> None:
@@ -175,7 +191,7 @@ def _check(run: Run, x: Flight) -> None:
     size = x.to.data.size // 4
     run.sums.last[x.to.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1))
   last, wave, lanes = run.sums.last[x.to.name], int(run.wave[x.lane]), np.array([x.lane])
-  known = run.sums.known(run, wave)
+  known = run.sums.through_semaphores(run, wave, {}) if run.sums.taken else run.sums.known(run, wave)
   for group, by, time in {*zip(*(y[x.index].tolist() for y in (last.group, last.wave, last.time)), strict=True)}:
     if group >= 0 and time >= known.get((group, by), 0):
       raise run.fail(Race, x.u, f"adds to {x.to.name} in an order that nothing fixes", lanes)

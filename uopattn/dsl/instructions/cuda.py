@@ -424,6 +424,14 @@ class Cuda(Dialect):
     Source: PTX ISA, "Memory Consistency Model", release.
     """
 
+  @instruction(cuda=asm("*({1}) = atomicAdd({0}, 1);"), writes=True)
+  def take_number(self, counter: UOp, to: UOp, workgroup: Int, *after: UOp) -> Statement:
+    """Load an int32 from global memory to a register, and add 1 to it, by one lane. A statement.
+
+    No two lanes of the launch get the same number from a counter (INDEX into a global int32 buffer). The workgroup is
+    named because tinygrad launches no more of them than a kernel tells apart.
+    """
+
   @instruction(cuda=_reduce_add(), writes=True)
   def tma_reduce_add(
     self, to: UOp, source: UOp, count: int, first: Condition, when: Condition, *after: UOp

@@ -16,6 +16,7 @@ shared memory. So the first one never waits, and one computes P and dS while the
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
@@ -26,7 +27,7 @@ from uopattn.dsl.gpu.backward_mainloop import Elements, dropped, score_vjp, weig
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, QueryTiles
+from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, KeyBlock, Operands, QueryTiles
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, WARP
 from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -40,37 +41,40 @@ from uopattn.dsl.scope import Scope, sizes
 BLOCK = 64  # queries per tile
 SLICE = 64  # columns of dQ that a warpgroup computes
 WARPGROUPS = 2  # that compute
+LSE, DELTA = range(2)  # of each query, as they come with Q
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
 
 
 def add_dq(
   s: Scope,
   group: Workgroup,
-  queries: QueryTiles,
+  pipe: GradientPipeline,
+  block_of: Callable[[UOp], KeyBlock],
   semaphores: UOp,
   dq_sum: UOp,
   dq_tile: UOp,
-  barrier: UOp,
   after: UOp,
 ) -> UOp:
   """Add dQ of all tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
 
   Args:
-    dq_tile: shared memory for dQ of a tile.
-    barrier: signals that it may be written again.
+    dq_tile: shared memory for dQ of a tile; `pipe.free` signals that it may be written again.
   """
   once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
-  n, entry = loop(s, queries.n_tiles, after, once)
+  trip = pipe.trip(after, once, uses_keys=False)
+  of_keys = block_of(trip.number)
+  queries, block = of_keys.queries, of_keys.block
+  n, entry = loop(s, queries.n_tiles, *trip.heard())
   head, tile = queries.at(n)
   at, size = head * sizes(semaphores)[1] + tile, sizes(dq_tile)[0]
-  leads, block = group.lane.eq(0), group.block
+  leads = group.lane.eq(0)
   taken = CUDA.semaphore_wait(semaphores.base[at], block, leads & (block > 0), *entry)
   givers = 1 if sizes(dq_sum)[2] == 1 else WARPGROUPS
   met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
   added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(met)[0], 4 * size, block.eq(0), leads, met)
-  free = CUDA.mbarrier_arrive(barrier[0], leads, CUDA.bulk_wait_read(leads, added))
+  free = CUDA.mbarrier_arrive(pipe.free[0], leads, CUDA.bulk_wait_read(leads, added))
   done = CUDA.semaphore_release(semaphores.base[at], block + 1, leads, CUDA.bulk_wait(leads, free))
-  return done.end(n).end(once)
+  return trip.end(queries, done.end(n)).end(once)
 
 
 def first_key(warpgroup: UOp, row_tiles: int, row_tile: int) -> UOp:
@@ -98,7 +102,8 @@ class GradientMainloop:
     dtype: dtype of q, k and v.
     rules: the rules of all heads.
     queries: the tiles of queries.
-    pipe: the pipeline that loads the tiles.
+    free: a barrier that signals that dQ of the tile before has been read.
+    slots: the operands.
     ds: shared memory for dS.
     rows: this lane's keys, of each tile of 64.
     dq: shared memory for dQ of a tile, which is then added to memory.
@@ -109,7 +114,8 @@ class GradientMainloop:
   dtype: DType
   rules: Rules
   queries: QueryTiles
-  pipe: GradientPipeline
+  free: UOp
+  slots: Operands
   ds: SwizzledTiles
   rows: list[dict[tuple[int, int], UOp]]
   dq: UOp
@@ -128,19 +134,19 @@ class GradientMainloop:
     return first_key(self.warpgroup, len(self.rows), row_tile)
 
   def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
-    """Add all tiles to dK and dV, of each tile of keys. Returns them."""
+    """Add all tiles to dK and dV, of each tile of keys, and release keys and values. Returns the sums."""
     zero = UOp.const(0)
-    kv_ready = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
+    v_ready = self.slots.v.wait(zero, *after)
     scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     dq, queries = self.s.buffer(SLICE // 2), self.queries
-    inside = sums
+    inside, done = sums, v_ready
     for first, trips, masked in full_then_masked(zero, queries.n_full, queries.n_tiles):
-      trip = self.s.axis(trips, AxisType.REDUCE)
-      old = all_after(inside, trip)
-      done = self.attend(first + trip, masked, scores, words, dq, old, kv_ready, trip).end(trip)
+      trip, entry = loop(self.s, trips, done, early=trips.vmin < 0)  # at most one, see `blurred`
+      old = all_after(inside, *entry)
+      done = self.attend(first + trip, masked, scores, words, dq, old, *entry).end(trip)
       inside = all_after(inside, done)
-    return all_after(sums, done)
+    return all_after(sums, self.slots.k.release(zero, done))
 
   def attend(
     self,
@@ -160,20 +166,20 @@ class GradientMainloop:
       dq: registers for this warpgroup's slice of dQ.
       sums: dK and dV of each tile of keys.
     """
-    pipe, (head, tile) = self.pipe, self.queries.at(n)
+    slots, (head, tile) = self.slots, self.queries.at(n)
     rules = self.rules.at(head)
     columns = queries_of_columns(UOp.const(0), BLOCK, self.group.lane)
     queries = queries_of_columns(tile * BLOCK, BLOCK, self.group.lane)
     early = self.splits_columns and rules.rules.has_score_mods  # else P is packed with dS, for want of registers
-    issued = pipe.q.wait(n, *after, *(x for of_tile in sums for x in of_tile))
+    issued = slots.q.wait(n, *after, *(x for of_tile in sums for x in of_tile))
     for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
-      issued = self.start_scores(i, pipe.k, pipe.q.tile(n), scores[0], issued)
-      issued = issued if i else pipe.do.wait(n, issued)
-      issued = self.start_scores(i, pipe.v, pipe.do.tile(n), scores[1], issued)
+      issued = self.start_scores(i, slots.k, slots.q.tile(n), scores[0], issued)
+      issued = issued if i else slots.do.wait(n, issued)
+      issued = self.start_scores(i, slots.v, slots.do.tile(n), scores[1], issued)
       if i:
         issued = wait_for(2, sums[i - 1][0], issued)
       ready = wait_for(1, scores[0], issued)
-      lse = pipe.q.numbers(n, columns, ready)
+      lse = slots.q.numbers(n, LSE, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = elements_of(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
@@ -181,7 +187,7 @@ class GradientMainloop:
       if early:
         ready = self.start_dv(words[0], kept, of_dv, n, before)
       ready = wait_for(int(early), scores[1], ready)
-      delta = pipe.do.numbers(n, columns, ready)  # only now, for want of registers
+      delta = slots.q.numbers(n, DELTA, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
       elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)))
       ds = self.packed(words[1], elements, ready)
@@ -189,13 +195,13 @@ class GradientMainloop:
       if not early:
         issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, n, before, ready))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
-        issued = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(n), issued))
+        issued = wait_for(1, of_dv, self.start_sum(of_dk, ds, slots.q.tile(n), issued))
     started = self.start_dq(n, dq, self.sync(CUDA.fence_proxy_async(issued)))
-    started = self.start_sum(of_dk, ds, pipe.q.tile(n), started)
+    started = self.start_sum(of_dk, ds, slots.q.tile(n), started)
     waited = wait_for(1, dq, wait_for(2, of_dv, started))
-    free = CUDA.mbarrier_wait(pipe.free[0], (n + 1) % 2, waited)
+    free = CUDA.mbarrier_wait(self.free[0], (n + slots.q.count + 1) % 2, waited)
     arrival = self.give(CUDA.fence_proxy_async(*self.store_dq(dq.after(free), free)))
-    return pipe.q.release(n, wait_for(0, of_dk, arrival))
+    return slots.q.release(n, wait_for(0, of_dk, arrival))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its slice of dQ to, are in shared memory."""
@@ -231,11 +237,11 @@ class GradientMainloop:
 
   def start_dv(self, words: UOp, p: Elements, of_dv: UOp, number: UOp, scored: UOp, *after: UOp) -> UOp:
     """Start dV += P dO, where P is rounded to `words` once S is there (`scored`)."""
-    return self.start_sum(of_dv, self.packed(words, p, scored), self.pipe.do.tile(number), scored, *after)
+    return self.start_sum(of_dv, self.packed(words, p, scored), self.slots.do.tile(number), scored, *after)
 
   def store_ds(self, row_tile: int, number: UOp, words: UOp) -> list[UOp]:
     """Store this warp's rows of dS, of a tile of keys, to shared memory."""
-    tile, lane = self.ds.tile(number), self.group.lane
+    tile, lane = self.ds.tile(number + self.slots.q.count), self.group.lane
     row = self.first_key(row_tile) + self.group.warp % WARPS * MMA_M
     first = tile.at(row + lane % MMA_M, lane // MMA_M).src[1]
     per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
@@ -249,7 +255,7 @@ class GradientMainloop:
 
   def start_dq(self, number: UOp, dq: UOp, *after: UOp) -> UOp:
     """Start this warpgroup's slice of dS^T K, (64, 64): some columns of it, or the product of its keys."""
-    ds, k = self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
+    ds, k = self.ds.tile(number + self.slots.q.count, *after), self.slots.k.tile(UOp.const(0), *after)
     if self.splits_columns:
       form = wgmma.Form.BY_ROWS
       keys, left, right = ds.rows, ds.base, k.base + self.warpgroup * k.panel

@@ -1,12 +1,18 @@
 """A pipeline that brings keys, values and tiles of queries and dO to shared memory by Hopper's TMA, for gradients.
 
-As in `uopattn.dsl.nvidia.tensor_pipeline` one thread of a warpgroup of its own starts all copies. A workgroup has one
-block of keys and values, and streams the tiles of Q and dO of the query heads that share them, with the numbers of
-their rows: the LSE with Q, delta with dO. The release of a tile of Q is that of the tile of dO too.
+As in `uopattn.dsl.nvidia.tensor_pipeline` one thread of a warpgroup of its own starts all copies. For a block of keys
+and values it streams the tiles of Q and dO of the query heads that share them, with each tile of Q the LSE and delta of
+its rows. The release of a tile of Q is that of the tile of dO too, and that of the keys that of the values.
+
+Persistent workgroups take the numbers of blocks one after another from a counter in memory. Blocks are numbered in the
+order in which they add to dQ, so each waits only for those that other workgroups have taken before, whichever run at
+once. The producer takes a number as soon as it has started all copies of the block before. The others get it with the
+keys.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -17,13 +23,13 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import loop, room_for, specialize
+from uopattn.dsl.nvidia.tensor_pipeline import Counter, loop, room_for, specialize
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange, blurred
-from uopattn.dsl.scope import Scope
+from uopattn.dsl.scope import Scope, clamp
 
-BARRIERS = 128  # bytes of shared memory in whose multiples the barriers of a matrix are placed
+SMALL, LARGE = 128, 1024  # bytes of shared memory in whose multiples barriers, and what is as large, are placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +64,63 @@ class QueryTiles:
     return self.first + position % self.heads, self.of_head.tile(position // self.heads)
 
 
+@dataclass(frozen=True, eq=False)
+class KeyBlock:
+  """A block of keys, or a part of the work on one.
+
+  Attributes:
+    head: its key head.
+    block: its number within the head.
+    queries: the tiles of queries.
+  """
+
+  head: UOp
+  block: UOp
+  queries: QueryTiles
+
+
+class Operands(NamedTuple):
+  """The slots of the keys, the values, and tiles of queries and of dO."""
+
+  k: Slots
+  v: Slots
+  q: Slots
+  do: Slots
+
+
+@dataclass(frozen=True, eq=False)
+class Trip:
+  """A trip of the loop over a workgroup's blocks of keys.
+
+  Attributes:
+    number: the number of the block among all.
+    entry: what the trip's body comes after.
+    slots: the operands as they are when the trip begins.
+    axis: the loop; None if the workgroup has one block.
+    advance: (tiles in this trip, *after) -> what is done at the end of a trip, which finds the next number.
+  """
+
+  number: UOp
+  entry: tuple[UOp, ...]
+  slots: Operands
+  axis: UOp | None = None
+  advance: Callable[..., UOp] | None = None
+
+  def heard(self) -> tuple[UOp, ...]:
+    """Signal that this warp, which uses no keys, knows the number; what follows comes after the result."""
+    return self.entry if self.axis is None else (self.slots.k.release(UOp.const(0), *self.entry),)
+
+  def end(self, queries: QueryTiles, *after: UOp) -> UOp:
+    """End the trip, of a block with these tiles."""
+    if self.axis is None or self.advance is None:
+      return UOp.group(*after)
+    return self.advance(queries.n_tiles, *after).end(self.axis)
+
+
 class GradientPipeline:
   """The producer, which is the last warpgroup, and the slots that it fills.
 
   Attributes:
-    k, v: the slot of the keys and of the values.
-    q, do: slots of tiles of queries, with the LSE, and of dO, with delta.
     free: a barrier at which one thread may arrive.
   """
 
@@ -75,6 +132,8 @@ class GradientPipeline:
     streamed: list[SwizzledTiles],
     consumers: int,
     registers: tuple[int, int],
+    blocks: int,
+    counter: UOp | None = None,
   ):
     """Create a pipeline.
 
@@ -83,57 +142,125 @@ class GradientPipeline:
       streamed: shared memory for tiles of Q and of dO.
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
+      blocks: of keys, or parts of the work on one; as many as there are workgroups, if these are not persistent.
+      counter: int32 in global memory, 0 before, from which persistent workgroups take the numbers of blocks; else None.
     """
     self._s, self._group, self._consumers, self._registers = s, group, consumers, registers
+    self._counter, self._blocks = counter, blocks
     tiles = [*stationary, *streamed]
-    numbers = [None, None, *(s.buffer(x.slots * x.rows, space=AddrSpace.LOCAL) for x in streamed)]
+    q = streamed[0]
+    numbers = [None, None, s.buffer(2 * q.slots * q.rows, space=AddrSpace.LOCAL), None]
     room = room_for(s, len(tiles))
     self._sources = [Source(i, x, room, i > 1, y) for i, (x, y) in enumerate(zip(tiles, numbers, strict=True))]
     barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
     self.free = s.buffer(1, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
-    slots = [Slots(x.tiles, y, group.lane, source=x) for x, y in zip(self._sources, barriers, strict=True)]
-    self.k, self.v, self.q, self.do = self._slots = slots
+    again = [counter is not None] * len(stationary) + [True] * len(streamed)
+    parts = zip(self._sources, barriers, again, strict=True)
+    self._slots = Operands(*(Slots(x.tiles, y, group.lane, source=x, refilled=z) for x, y, z in parts))
+    self._taken = s.buffer(1, dtype=dtypes.uint, space=AddrSpace.LOCAL)
 
   @staticmethod
-  def shared_bytes(stationary: list[SwizzledTiles], streamed: list[SwizzledTiles]) -> int:
-    """Bytes of shared memory for all tiles, the numbers of their rows, tensor maps and barriers."""
-    tiles = [*stationary, *streamed]
-    numbers = sum(x.slots * x.rows for x in streamed)
-    barriers = BARRIERS + sum(round_up(2 * 8 * x.slots, BARRIERS) for x in tiles)  # `free` too
-    return sum(x.bytes for x in tiles) + 4 * (numbers + len(tiles) * MAP_WORDS) + barriers
+  def shared_bytes(stationary: list[SwizzledTiles], streamed: list[SwizzledTiles], persistent: bool) -> int:
+    """Bytes of shared memory for all tiles, the numbers of rows, tensor maps, barriers and the number of a block."""
+    tiles, q = [*stationary, *streamed], streamed[0]
+    numbers = 4 * 2 * q.slots * q.rows
+    barriers = [8, *(2 * 8 * x.slots for x in tiles)]  # `free` first
+    placed = [numbers, 4 * len(tiles) * MAP_WORDS, *barriers, 4 * persistent]
+    return sum(x.bytes for x in tiles) + sum(round_up(x, LARGE if x >= LARGE else SMALL) for x in placed)
 
   def start(
     self,
-    views: Callable[[UOp], tuple[HeadView, ...]],
-    block: UOp,
-    tiles: QueryTiles,
-    numbers: Callable[[UOp, UOp], tuple[UOp, UOp]],
+    views: Callable[[UOp, UOp], tuple[HeadView, ...]],
+    block_of: Callable[[UOp], KeyBlock],
+    numbers: Callable[[UOp, UOp], UOp],
     beside: Callable[[UOp], UOp],
   ) -> UOp:
     """Bring all tiles, by the producer; what follows is for consumers only.
 
     Args:
-      views: (query head) -> the rows of keys, values, queries and dO.
-      block: the block of keys.
-      tiles: the tiles of queries.
-      numbers: (query head, tile) -> where the LSE, and delta, of a tile's queries begin.
-      beside: (after) -> what warps that neither produce nor consume do meanwhile.
+      views: (key head, query head) -> the rows of keys, values, queries and dO.
+      block_of: (number) -> what a workgroup does that has taken it.
+      numbers: (query head, tile) -> where the LSE of a tile's queries begins, which delta follows.
+      beside: (after) -> what one more warp does meanwhile that neither produces nor consumes.
     """
     first, zero = self._group.thread.eq(0), UOp.const(0)
-    barriers = [x for slots in self._slots for x in slots.init(1, self._consumers, first)]
+    told = int(self._counter is not None)  # the warp beside is told the number with the keys
+    users = [self._consumers + x for x in (told, 0, 0, 0)]
+    barriers = [x for slots, n in zip(self._slots, users, strict=True) for x in slots.init(1, n, first)]
     barriers.append(CUDA.mbarrier_init(self.free[0], 1, first))
 
     def bring(after: UOp) -> UOp:
       elected = self._group.thread.eq(self._consumers * WARP).cast(dtypes.weakint)
       once = self._s.axis(blurred(elected), AxisType.REDUCE)
-      k_view, v_view, *_ = views(tiles.first)
-      loaded = self.v.load(v_view, zero, block, self.k.load(k_view, zero, block, after, once))
-      n, entry = loop(self._s, tiles.n_tiles, loaded)
-      head, tile = tiles.at(n)
-      (*_, q_view, do_view), (of_q, of_do) = views(head), numbers(head, tile)
-      last = self.q.load(q_view, n, tile, *entry, numbers=of_q)
-      last = self.do.load(do_view, n, tile, last, numbers=of_do, waits=False).end(n)
-      return beside(last.end(once))
+      trip = self._taking(after, once)
+      block = block_of(trip.number)
+      k_view, v_view, *_ = views(block.head, block.queries.first)
+      slots = trip.slots
+      loaded = slots.k.load(k_view, zero, block.block, *trip.entry, waits=False)  # `_taking` has waited
+      loaded = slots.v.load(v_view, zero, block.block, loaded, waits=False)
+      n, entry = loop(self._s, block.queries.n_tiles, loaded)
+      head, tile = block.queries.at(n)
+      *_, q_view, do_view = views(block.head, head)
+      last = slots.q.load(q_view, n, tile, *entry, numbers=numbers(head, tile))
+      last = slots.do.load(do_view, n, tile, last, waits=False).end(n)
+      return beside(trip.end(block.queries, last).end(once))
 
-    brought = list(zip(self._sources, views(zero), strict=True))
+    brought = list(zip(self._sources, views(zero, zero), strict=True))
     return specialize(self._group, self._consumers, self._registers, brought, barriers, bring)
+
+  def trip(self, *after: UOp, uses_keys: bool = True) -> Trip:
+    """Begin the loop over the workgroup's blocks, by warps that do not produce.
+
+    If the keys are used they are there, except those of the last trip, which ends at once where `Trip.entry` begins.
+    """
+    zero, k = UOp.const(0), self._slots.k
+    if self._counter is None:
+      return Trip(self._group.item, (k.wait(zero, *after),) if uses_keys else after, self._slots)
+
+    def hear(number: UOp, trips: UOp, *after: UOp) -> UOp:
+      arrived = replace(k, count=trips).wait(zero, *after)
+      return number.after(arrived)[0].store(self._taken.after(arrived)[0].load().cast(dtypes.int))
+
+    return self._trips(hear, None, *after)
+
+  def _taking(self, *after: UOp) -> Trip:
+    """Begin the loop, by the thread that takes the numbers."""
+    counter = self._counter
+    if counter is None:
+      return Trip(self._group.item, after, self._slots)
+
+    def take(number: UOp, trips: UOp, *after: UOp) -> UOp:
+      return CUDA.take_number(counter, number.after(*after)[0], self._group.item, *after)
+
+    def tell(k: Slots, number: UOp, *after: UOp) -> UOp:
+      """Let the others get the number with the next keys, once they are done with those before."""
+      free = k.free(UOp.const(0), *after)
+      told = CUDA.store_word(self._taken.after(*free)[0], number.cast(dtypes.uint))
+      return k.filled(UOp.const(0), told, when=number >= self._blocks)  # then no keys come
+
+    return self._trips(take, tell, *after)
+
+  def _trips(self, find: Callable[..., UOp], tell: Callable[..., UOp] | None, *after: UOp) -> Trip:
+    """Begin the loop, and leave it if there is no block of that number.
+
+    Args:
+      find: (register, trips, *after) -> stores the number of the block after so many trips.
+      tell: (keys, number, *after) -> what is done first in each trip, if anything.
+    """
+    s = self._s
+    register = s.buffer(1, dtype=dtypes.int)
+    found = find(register, UOp.const(0), *after)
+    tiles = Counter.make(s, self._slots.q.stages, found)
+    axis = s.axis(self._blocks + 1, AxisType.REDUCE)
+    counts = (axis, axis, *[tiles.get(found, axis)] * 2)
+    slots = Operands(*(replace(x, count=n) for x, n in zip(self._slots, counts, strict=True)))
+    # Only after the axis, though found before: indices depend on it, and tinygrad simplifies an index with a gate as if
+    # the gate held, together with all that it comes after.
+    number, begun = register.after(axis)[0].load(), (found, axis)
+    told = begun if tell is None else (tell(slots.k, number, *begun),)
+    entry = CUDA.leave_loop(number >= self._blocks, *told)
+
+    def advance(n_tiles: UOp, *after: UOp) -> UOp:
+      return find(register, axis + 1, tiles.add(n_tiles, *after))
+
+    return Trip(clamp(number.cast(dtypes.weakint), 0, self._blocks - 1), (entry,), slots, axis, advance)

@@ -24,7 +24,7 @@ from uopattn.dsl.scope import as_type
 COLUMNS = 64  # of a copy, in units of 16 bits: the 128 bytes of the swizzle
 CHUNK_BYTES = 16  # that strides must be multiples of
 MAP_WORDS = 32  # 32-bit words of a tensor map
-NONE_BEFORE = UOp.const(0)
+NONE_BEFORE, ALWAYS = UOp.const(0), UOp.const(True)
 
 
 def fits(view: HeadView, of_one_head: bool = False) -> bool:
@@ -49,7 +49,7 @@ class Source:
     tiles: the tiles in shared memory.
     room: shared memory for all tensor maps, `MAP_WORDS` each.
     keep: whether other workgroups will read the same.
-    numbers: shared memory for a float32 per row that comes with it, slot by slot; None if nothing does.
+    numbers: shared memory for float32 that come with it, slot by slot, as many for each row; None if nothing does.
     before: number of rows by which the first tile starts before row 0; it has zeros there.
   """
 
@@ -63,8 +63,12 @@ class Source:
   @property
   def bytes(self) -> int:
     """Bytes that arrive per tile."""
-    of_row = ceildiv(self.tiles.columns, COLUMNS) * COLUMNS * 2 + (0 if self.numbers is None else 4)
-    return self.tiles.rows * of_row
+    return self.tiles.rows * (ceildiv(self.tiles.columns, COLUMNS) * COLUMNS * 2 + 4 * self.per_row)
+
+  @property
+  def per_row(self) -> int:
+    """The numbers that come with a row."""
+    return 0 if self.numbers is None else self.numbers.max_numel() // (self.tiles.slots * self.tiles.rows)
 
   def describe(self, view: HeadView, warp: UOp) -> UOp:
     """Build the tensor map of all heads, each with the length of the view's, by one warp."""
@@ -94,8 +98,9 @@ class Source:
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
       copies.append(CUDA.tma_load(to, self.number, barrier, (UOp.const(column), *position), self.keep, expect_tx))
     if self.numbers is not None and numbers is not None:
-      to, count = self.numbers[slot % self.tiles.slots * self.tiles.rows], 4 * self.tiles.rows
-      copies.append(CUDA.bulk_load(to, numbers, count, barrier, expect_tx))
+      count = self.per_row * self.tiles.rows
+      to = self.numbers[slot % self.tiles.slots * count]
+      copies.append(CUDA.bulk_load(to, numbers, 4 * count, barrier, expect_tx))
     return UOp.group(*copies)
 
 
@@ -156,11 +161,11 @@ class Slots:
       return after
     return (CUDA.mbarrier_wait(self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
 
-  def numbers(self, n: UOp, rows: list[UOp], *after: UOp) -> list[UOp]:
-    """Read the numbers that came with rows of tile n."""
+  def numbers(self, n: UOp, which: int, rows: list[UOp], *after: UOp) -> list[UOp]:
+    """Read the numbers that came with rows of tile n: of those of each row, that of index `which`."""
     assert self.source is not None
     assert self.source.numbers is not None
-    first = (n + self.count) % self.stages * self.tiles.rows
+    first = ((n + self.count) % self.stages * self.source.per_row + which) * self.tiles.rows
     return [self.source.numbers.after(*after)[first + row].load() for row in rows]
 
   def wait(self, n: UOp, *after: UOp, last: bool = False) -> UOp:
@@ -168,9 +173,9 @@ class Slots:
     at = n + self.count
     return CUDA.mbarrier_wait(self._at(at), at // self.stages % 2, *after)
 
-  def filled(self, n: UOp, *after: UOp) -> UOp:
-    """Signal, by each thread that writes it, that its share of tile n has been written."""
-    return CUDA.mbarrier_arrive(self._at(n + self.count), UOp.const(True), *after)
+  def filled(self, n: UOp, *after: UOp, when: UOp = ALWAYS) -> UOp:
+    """Signal, by each thread that writes it, that its share of tile n has been written, where `when`."""
+    return CUDA.mbarrier_arrive(self._at(n + self.count), when, *after)
 
   def release(self, n: UOp, *after: UOp, when: UOp | None = None, last: bool = False) -> UOp:
     """Signal, by one lane, that its warp is done with tile n, where `when`, also of the last; there is no tile -1."""

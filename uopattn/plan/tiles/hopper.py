@@ -301,7 +301,7 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
     raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
   if bounded := [x for x in problem.masks if x.has_first]:
     raise ValueError(f"{bounded[0]}: must have no left bound")
-  best = Fused.of(problem).shared(problem, target.multiprocessors)
+  best = Fused.of(problem).scheduled(problem, target.multiprocessors)
   fits = best.registers(Dk, Dv) <= FUSED_LIMIT and best.shared_bytes(Dk, Dv) <= target.lds
   if slices(Dk) > WARPGROUPS or not fits:
     most = WARPGROUPS * SLICE
