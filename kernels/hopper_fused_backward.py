@@ -31,8 +31,8 @@ Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. 
 are persistent under a causal mask up to 92 bytes, three words of them per tile. At D=64 it spills up to 36 bytes in
 some cases, under a causal mask or where sections are not equal or M is no multiple of 64.
 
-Speed on an H200, bfloat16, N=4096: 542 TFLOP/s at D=128, causal 504, with four query heads per key head 533 and 505;
-500 at D=64, causal 444. scripts/results/KERNELS.md has more.
+Speed on an H200 before workgroups were persistent, bfloat16, N=4096: 542 TFLOP/s at D=128, causal 504, with four query
+heads per key head 533 and 505; 500 at D=64, causal 444. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
@@ -141,6 +141,10 @@ class Tiles:
     """32-bit registers per lane for S, dP and the sums."""
     return BLOCK + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
+  def blocks(self, problem: Problem) -> int:
+    """Blocks of keys of all heads."""
+    return problem.B * problem.Hkv * ceildiv(problem.N, self.rows)
+
   def scheduled(self, problem: Problem, concurrent: int) -> "Tiles":
     """The tiles for a GPU that runs so many workgroups at once: with blocks `shared`, and persistent where that pays.
 
@@ -149,7 +153,7 @@ class Tiles:
     pace, and blocks of many tiles at head sizes up to 64.
     """
     p, tiles = problem, self.shared(problem, concurrent)
-    several, wide = p.B * p.Hkv * ceildiv(p.N, self.rows) > concurrent, p.Dk > SLICE
+    several, wide = self.blocks(p) > concurrent, p.Dk > SLICE
     pays = (p.group == 1 or not wide) if p.masks else (p.M <= SHORT or wide)
     return replace(tiles, persistent=several and pays, multiprocessors=concurrent)
 
@@ -160,7 +164,7 @@ class Tiles:
     whole rounds of workgroups that masks make unequally long, few are idle anyway.
     """
     p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, BLOCK)
-    rounds, rest = divmod(heads * ceildiv(p.N, self.rows), concurrent)
+    rounds, rest = divmod(self.blocks(p), concurrent)
     most = concurrent // rest if rest else 1
     parts = ceildiv(tiles, ceildiv(tiles, most))
     if parts == 1 or (p.masks and rounds):
@@ -221,10 +225,9 @@ def equal_section(kv_heads: int, heads: int) -> int:
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether this pass is faster than two kernels: keys enough, and tiles beside those for which workgroups wait."""
   p = problem
-  tiling, kv_heads, concurrent = Tiles.of(p), p.B * p.Hkv, target.multiprocessors
-  blocks = ceildiv(p.N, tiling.rows)
-  first_wave = min(blocks, concurrent / tiling.section)  # tiles until all add
-  tiles = ceildiv(kv_heads * blocks, concurrent) * p.group * ceildiv(p.M, BLOCK)
+  tiling, concurrent = Tiles.of(p), target.multiprocessors
+  first_wave = min(ceildiv(p.N, tiling.rows), concurrent / tiling.section)  # tiles until all add
+  tiles = ceildiv(tiling.blocks(p), concurrent) * p.group * ceildiv(p.M, BLOCK)
   return min(p.M, p.N) >= FROM and ENOUGH[p.Dk > SLICE][bool(p.masks)] * first_wave <= tiles
 
 
@@ -240,7 +243,7 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | 
     moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
   (heads, n_tiles, *_), (_, M) = sizes(row_stats), sizes(lse)
-  padded, count = n_tiles * BLOCK, semaphores.base.max_numel()
+  padded = n_tiles * BLOCK
   s = Scope()
   group = Workgroup(s, 1, ceildiv(heads * padded, THREADS), WARPS, WARP)
   at = group.block * THREADS + group.thread
@@ -254,9 +257,9 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | 
   numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
   to = at // BLOCK * 2 * BLOCK + at % BLOCK
   stores = [row_stats.base[(to + i * BLOCK).valid(inside)].store(x) for i, x in enumerate(numbers)]
-  for x, number in ((semaphores, count), (counter, 1)):
+  for x in (semaphores, counter):
     if x is not None:
-      stores.append(x.base[at.valid(at < number)].store(UOp.const(0, dtypes.int)))
+      stores.append(x.base[at.valid(at < x.base.max_numel())].store(UOp.const(0, dtypes.int)))
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
 
 

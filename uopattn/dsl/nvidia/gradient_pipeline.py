@@ -96,25 +96,22 @@ class Trip:
     number: the number of the block among all.
     entry: what the trip's body comes after.
     slots: the operands as they are when the trip begins.
-    axis: the loop; None if the workgroup has one block.
-    advance: (tiles in this trip, *after) -> what is done at the end of a trip, which finds the next number.
+    advance: (tiles in this trip, *after) -> the end of the loop, after the next number is found; None if the workgroup
+      has one block.
   """
 
   number: UOp
   entry: tuple[UOp, ...]
   slots: Operands
-  axis: UOp | None = None
   advance: Callable[..., UOp] | None = None
 
   def heard(self) -> tuple[UOp, ...]:
     """Signal that this warp, which uses no keys, knows the number; what follows comes after the result."""
-    return self.entry if self.axis is None else (self.slots.k.release(UOp.const(0), *self.entry),)
+    return self.entry if self.advance is None else (self.slots.k.release(UOp.const(0), *self.entry),)
 
   def end(self, queries: QueryTiles, *after: UOp) -> UOp:
     """End the trip, of a block with these tiles."""
-    if self.axis is None or self.advance is None:
-      return UOp.group(*after)
-    return self.advance(queries.n_tiles, *after).end(self.axis)
+    return UOp.group(*after) if self.advance is None else self.advance(queries.n_tiles, *after)
 
 
 class GradientPipeline:
@@ -261,6 +258,6 @@ class GradientPipeline:
     entry = CUDA.leave_loop(number >= self._blocks, *told)
 
     def advance(n_tiles: UOp, *after: UOp) -> UOp:
-      return find(register, axis + 1, tiles.add(n_tiles, *after))
+      return find(register, axis + 1, tiles.add(n_tiles, *after)).end(axis)
 
-    return Trip(clamp(number.cast(dtypes.weakint), 0, self._blocks - 1), (entry,), slots, axis, advance)
+    return Trip(clamp(number.cast(dtypes.weakint), 0, self._blocks - 1), (entry,), slots, advance)

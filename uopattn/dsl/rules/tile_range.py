@@ -66,7 +66,7 @@ class TileRange:
     """
 
     def count(tiles: UOp) -> UOp:
-      return when.where(tiles // parts + (i < tiles % parts).where(UOp.const(1), 0), tiles).simplify()
+      return when.where(tiles // parts + (i < tiles % parts).where(UOp.const(1), 0), tiles)
 
     n_tiles, first, step = count(self.n_tiles), when.where(i, 0), when.where(UOp.const(parts), 1)
     all_full = (self.n_tiles - self.n_full).simplify().vmax == 0
