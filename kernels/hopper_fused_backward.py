@@ -31,8 +31,8 @@ Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. 
 are persistent under a causal mask up to 92 bytes, three words of them per tile. At D=64 it spills up to 36 bytes in
 some cases, under a causal mask or where sections are not equal or M is no multiple of 64.
 
-Speed on an H200 before workgroups were persistent, bfloat16, N=4096: 542 TFLOP/s at D=128, causal 504, with four query
-heads per key head 533 and 505; 500 at D=64, causal 444. scripts/results/KERNELS.md has more.
+Speed on an H200, bfloat16, N=4096: 556 TFLOP/s at D=128, causal 509, with four query heads per key head 569 and 502;
+498 at D=64, causal 447. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
