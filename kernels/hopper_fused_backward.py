@@ -9,7 +9,9 @@ The workgroups of a head add to dQ one after another, in the order of their keys
 Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
 workgroup, which takes about as long as the products. All workgroups process the tiles from the last to the first, each
 for all query heads that share the keys, and start in the order of their keys, in sections of heads that share the L2
-cache, so they seldom wait.
+cache, so they seldom wait. With a causal mask the last keys may also come first, each block with its first tile
+(`Tiles.descending`). A block then reaches a tile two tiles later than the one that started before it, and none waits
+even in sections of one head; but the longest blocks end late. Dispatch does not choose that, tuning may.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
@@ -56,6 +58,7 @@ from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import (
   DELTA,
   DK,
@@ -88,6 +91,8 @@ class Tiles:
     section: key heads whose blocks start together: the first blocks of all, the second ones, and so on.
     rest: blocks of keys, the last ones to start, which several workgroups share each; see `shared`.
     parts: workgroups per block that is shared. Each has as many of the tiles of queries as the others.
+    descending: whether a head's blocks of keys start from the last one on, each with its first tile of queries. Else
+      they start from the first one on, each with its last tile.
     persistent: whether workgroups take blocks, or parts of them, one after another.
     multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
@@ -97,6 +102,7 @@ class Tiles:
   section: int = 1
   rest: int = 0
   parts: int = 1
+  descending: bool = False
   persistent: bool = False
   multiprocessors: int = 132  # of an H100 or H200
 
@@ -111,6 +117,8 @@ class Tiles:
       raise ValueError(f"Tiles.rest={self.rest}: must be at least 0")
     if self.parts < 1:
       raise ValueError(f"Tiles.parts={self.parts}: must be at least 1")
+    if self.descending and self.rest:
+      raise ValueError(f"Tiles.descending=True, rest={self.rest}: rest must be 0")
     if self.multiprocessors < 1:
       raise ValueError(f"Tiles.multiprocessors={self.multiprocessors}: must be at least 1")
 
@@ -171,6 +179,12 @@ class Tiles:
       return self
     return replace(self, section=self.section if rounds else heads, rest=rest, parts=parts)  # else all start at once
 
+  def from_the_last_keys(self, problem: Problem) -> "Tiles":
+    """These tiles with `descending`, in sections for which no workgroup need wait."""
+    p = problem
+    fewer = section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks), waits=False)
+    return replace(self, section=fewer, descending=True)
+
   @classmethod
   def of(cls, problem: Problem) -> "Tiles":
     """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
@@ -198,7 +212,7 @@ def slices(Dk: int) -> int:
   return ceildiv(Dk, SLICE)
 
 
-def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool) -> int:
+def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool, waits: bool = True) -> int:
   """Choose `Tiles.section`.
 
   With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache. In a long pass without
@@ -208,11 +222,12 @@ def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int, masked: bool) -
   Args:
     group: query heads per key head.
     masked: whether a mask lets workgroups skip tiles.
+    waits: whether workgroups wait for each other.
   """
   of_query_head = M * (2 * (Dk + Dv) + 4 * Dk)
   in_step = L2_BYTES[0] // of_query_head
-  if not masked and in_step and kv_heads * group >= MANY_SECTIONS * in_step:
-    return equal_section(kv_heads, in_step)
+  if not waits or (not masked and in_step and kv_heads * group >= MANY_SECTIONS * in_step):
+    return equal_section(kv_heads, max(1, in_step))
   return equal_section(kv_heads, max(1, L2_BYTES[Dk > SLICE] // of_query_head))
 
 
@@ -298,7 +313,7 @@ def add_parts(dk: UOp, dv: UOp, dk_parts: UOp, dv_parts: UOp, *, tiles: Tiles, s
   """
   (kv_heads, N, Dk), (*_, Dv) = sizes(dk), sizes(dv)
   group, scheduler = Workgroup(Scope(), tiles.rest, tiles.rows, WARPS, WARP), tiles.scheduler(kv_heads, N)
-  head, block = block_of_keys(scheduler, scheduler.workgroups - tiles.rest + group.head)
+  head, block, _ = block_of_keys(scheduler, tiles, scheduler.workgroups - tiles.rest + group.head)
   row, stores = block * tiles.rows + group.block, []
   for out, parts, D, factor in ((dk, dk_parts, Dk, scale), (dv, dv_parts, Dv, 1.0)):
     for first in range(0, D, THREADS):
@@ -391,10 +406,11 @@ def backward(
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
 
 
-def block_of_keys(scheduler: TileScheduler, item: UOp) -> tuple[UOp, UOp]:
-  """The head and the block of keys that is the `item`-th to start, in the order of their keys within a section."""
+def block_of_keys(scheduler: TileScheduler, tiles: Tiles, item: UOp) -> tuple[UOp, UOp, UOp]:
+  """The head and the number of the `item`-th block of keys to start, and how many of the head's start before it."""
   head, backwards = scheduler.work_tile(item, UOp.const(0))
-  return head, scheduler.blocks - 1 - backwards
+  turn = scheduler.blocks - 1 - backwards
+  return head, backwards if tiles.descending else turn, turn
 
 
 class Part(NamedTuple):
@@ -427,12 +443,24 @@ class KeyBlock(gradient_pipeline.KeyBlock):
       part = Part(number >= whole, clamp(number - whole, 0, tiles.rest * tiles.parts - 1))
       number = part.exists.where(whole + part.number // tiles.parts, number)
       number = clamp(number, 0, scheduler.workgroups - 1)
-    kv_head, block = block_of_keys(scheduler, number)
+    kv_head, block, turn = block_of_keys(scheduler, tiles, number)
     head = kv_head * rules.heads_per_key_head
-    of_head = rules.at(head).query_range(block * tiles.rows, tiles.rows, BLOCK).backwards()
+    of_rules, key = rules.at(head), block * tiles.rows
+    of_head = of_rules.query_range(key, tiles.rows, BLOCK)
+    if not tiles.descending:
+      of_head = of_head.backwards()
+    else:  # tiles that need a mask are the first ones, but one that M ends in
+      begin, n_full = of_rules.first_tile(key, BLOCK), UOp.const(0) if rules.M % BLOCK else of_head.n_full
+      of_head = TileRange(n_full, of_head.n_tiles, lambda position: begin + position)
     if part is not None:
       of_head = of_head.part(part.number % tiles.parts, tiles.parts, part.exists)
-    return cls(kv_head, block, QueryTiles(rules.heads_per_key_head, head, of_head), part)
+
+    def first_of(tile: UOp) -> UOp:
+      earlier = of_rules.first_tile(key + tiles.rows, BLOCK)
+      return turn.eq(0) | (tile < earlier) if tiles.descending else turn.eq(0)
+
+    queries = QueryTiles(rules.heads_per_key_head, head, of_head, tiles.descending)
+    return cls(kv_head, block, turn, first_of, queries, part)
 
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), 2, BLOCK), in_float32, scratch=True)

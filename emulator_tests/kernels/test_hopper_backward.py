@@ -25,7 +25,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.target import Target
 from uopattn.emulator.tracks import ORDERS, ordered
 from uopattn.kernels import hopper_fused_backward
-from uopattn.kernels.hopper_fused_backward import Tiles, section
+from uopattn.kernels.hopper_fused_backward import KeyBlock, Tiles, section
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.tiles import hopper
 from uopattn.runtime.cuda import shared_offsets
@@ -195,6 +195,25 @@ def test_heads_that_start_together(kv_heads: int, group: int, M: int, masked: bo
   assert section(kv_heads, group, M, 128, 128, masked) == expected
 
 
+@pytest.mark.parametrize(("M", "expected"), [(1024, 16), (4096, 4), (8192, 2), (16384, 1), (65536, 1)])
+def test_heads_that_start_together_where_none_waits(M: int, expected: int) -> None:
+  assert section(128, 1, M, 128, 128, True, waits=False) == expected
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({"masks": CAUSAL}, [False, True, False]),
+    ({"masks": CAUSAL, "Dk": 64, "Dv": 64}, [False, False, False]),
+    ({}, [False, False]),
+    ({"masks": CAUSAL, "B": 1, "Hq": 2, "Hkv": 2}, [False, False]),  # all blocks are shared
+  ],
+)
+def test_tuning_tries_the_last_keys_first(options: dict[str, Any], expected: list[bool]) -> None:
+  spec = replace(SPEC, **{"Dk": 128, "Dv": 128} | options)
+  assert [x.descending for x in hopper.fused_backward(spec, Target("CUDA", "sm_90"))] == expected
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sections_of_a_head_each(is_causal: bool) -> None:
   with FUSED.device():
@@ -223,10 +242,12 @@ def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int
 
 def test_all_heads_of_a_tile_come_before_the_next() -> None:
   of_head = TileRange(UOp.const(2), UOp.const(3), lambda position: position).backwards()
-  queries = QueryTiles(2, UOp.const(6), of_head)
+  queries = QueryTiles(2, UOp.const(6), of_head, masked_first=False)
   places = [tuple(x.simplify().arg for x in queries.at(UOp.const(i))) for i in range(6)]
   assert places == [(6, 1), (7, 1), (6, 0), (7, 0), (6, 2), (7, 2)]
-  assert [x.simplify().arg for x in (queries.n_full, queries.n_tiles)] == [4, 6]
+  loops = [x.loops() for x in (queries, replace(queries, masked_first=True))]
+  found = [[(first.simplify().arg, trips.arg, masked) for first, trips, masked in x] for x in loops]
+  assert found == [[(0, 4, False), (4, 2, True)], [(0, 2, True), (2, 4, False)]]
 
 
 @pytest.mark.parametrize(
@@ -272,16 +293,54 @@ PERSISTENT: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
   "two tiles of keys, sections": ((2, 2, 2, 330, 600, 64, 64), {"is_causal": True}, {"section": 1}),
   "a tile of queries, a block of keys": ((1, 1, 1, 1, 1, 8, 8), {}, {}),
   "shared blocks": ((1, 4, 2, 250, 270, 72, 72), {"is_causal": True}, {"rest": 4, "parts": 3}),
+  "the last keys first": ((2, 2, 2, 256, 384, 72, 72), {"is_causal": True}, {"descending": True}),
 }
 
 
-@pytest.mark.kinds(name=("an odd number of tiles", "wide, grouped, causal", "shared blocks"))
+@pytest.mark.kinds(name=("an odd number of tiles", "wide, grouped, causal", "shared blocks", "the last keys first"))
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_persistent_workgroups_match_the_oracle(name: str) -> None:
   """The emulator's first workgroup takes all blocks, as it runs them one after another."""
   shape, options, fields = PERSISTENT[name]
   with FUSED.device():
     case_of(shape, options, persistent=True, **fields).check()
+
+
+DESCENDING: dict[str, tuple[Shape, dict[str, Any]]] = {
+  "whole tiles": ((1, 2, 2, 320, 320, 72, 72), {"is_causal": True}),
+  "grouped, no whole tile": ((1, 4, 2, 250, 390, 72, 128), {"is_causal": True, "q_start": np.array([-30])}),
+  "keys that no query sees": ((1, 2, 2, 128, 700, 16, 16), {"is_causal": True}),
+  "queries before all keys": ((1, 1, 1, 300, 140, 80, 80), {"window": (None, 5), "q_start": -100}),
+  "no mask": ((1, 2, 2, 130, 270, 16, 8), {}),
+}
+
+
+@pytest.mark.kinds(name=("whole tiles", "grouped, no whole tile"))
+@pytest.mark.parametrize("name", DESCENDING)
+def test_the_last_keys_first(name: str) -> None:
+  with FUSED.device():
+    case_of(*DESCENDING[name], descending=True).check()
+
+
+@pytest.mark.slow
+def test_the_last_keys_first_with_a_score_mod() -> None:
+  with FUSED.device():
+    case_of(GROUPED, some(np.random.default_rng(1), GROUPED, "is_causal", "score_mod"), descending=True).check()
+
+
+def test_tiles_that_only_the_first_block_may_open_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+  """From the last keys on, the first block of a head adds to few tiles, and others to tiles to which none has yet."""
+  right = KeyBlock.of.__func__
+
+  def wrong(*of: Any) -> KeyBlock:
+    block = right(*of)
+    return replace(block, first_of=lambda tile: block.turn.eq(0))
+
+  monkeypatch.setattr(KeyBlock, "of", classmethod(wrong))
+  compiled.cache_clear()
+  with FUSED.device(), pytest.raises(emulator.KernelError, match="kernel attention_backward_2_2"):
+    case_of(*DESCENDING["whole tiles"], descending=True).run()
+  compiled.cache_clear()
 
 
 def test_persistent_workgroups_that_start_each_block_at_the_first_slot_are_caught(
@@ -392,17 +451,18 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
   ("D", "causal", "spilled"),
   [
-    (128, True, 40),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, 0), (64, False, 0), (64, True, 8))),
+    (128, True, [40, 0]),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [0]), (64, False, [0]), (64, True, [8]))),
   ],
 )
-def test_spills(D: int, causal: bool, spilled: int) -> None:
-  """Persistent workgroups spill a few bytes under a causal mask, and are faster all the same."""
-  spec = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None))
-  for launch in dispatch_backward(spec, Target("CUDA", "sm_90")):
-    said = by_nvcc(rendered(launch.graph(), "sm_90"), "sm_90")[1]
-    assert figure(said, "bytes spill stores") <= spilled
-    assert "serializ" not in said
+def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
+  """Persistent workgroups spill a few bytes under a causal mask, unless the last keys come first."""
+  spec, target = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None)), Target("CUDA", "sm_90")
+  for tiles, most in zip(hopper.fused_backward(spec, target), spilled, strict=False):
+    for launch in dispatch_backward(spec, target):
+      said = by_nvcc(rendered(replace(launch, tiles=tiles).graph(), "sm_90"), "sm_90")[1]
+      assert figure(said, "bytes spill stores") <= most
+      assert "serializ" not in said
 
 
 def test_tiles_state_their_laws() -> None:
@@ -418,6 +478,8 @@ def test_tiles_state_their_laws() -> None:
     Tiles(parts=0)
   with pytest.raises(ValueError, match=r"Tiles\.multiprocessors=0: must be at least 1"):
     Tiles(multiprocessors=0)
+  with pytest.raises(ValueError, match=r"Tiles\.descending=True, rest=1: rest must be 0"):
+    Tiles(rest=1, parts=2, descending=True)
 
 
 @pytest.mark.parametrize(

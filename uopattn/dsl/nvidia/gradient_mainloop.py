@@ -35,7 +35,7 @@ from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.nvidia.tma import Slots
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.tile_range import blurred, full_then_masked
+from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope, sizes
 
 BLOCK = 64  # queries per tile
@@ -63,17 +63,17 @@ def add_dq(
   once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   trip = pipe.trip(after, once, uses_keys=False)
   of_keys = block_of(trip.number)
-  queries, block = of_keys.queries, of_keys.block
+  queries, turn = of_keys.queries, of_keys.turn
   n, entry = loop(s, queries.n_tiles, *trip.heard())
   head, tile = queries.at(n)
   at, size = head * sizes(semaphores)[1] + tile, sizes(dq_tile)[0]
-  leads = group.lane.eq(0)
-  taken = CUDA.semaphore_wait(semaphores.base[at], block, leads & (block > 0), *entry)
+  leads, first = group.lane.eq(0), of_keys.first_of(tile)
+  taken = CUDA.semaphore_wait(semaphores.base[at], turn, leads & ~first, *entry)
   givers = 1 if sizes(dq_sum)[2] == 1 else WARPGROUPS
   met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
-  added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(met)[0], 4 * size, block.eq(0), leads, met)
+  added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(met)[0], 4 * size, first, leads, met)
   free = CUDA.mbarrier_arrive(pipe.free[0], leads, CUDA.bulk_wait_read(leads, added))
-  done = CUDA.semaphore_release(semaphores.base[at], block + 1, leads, CUDA.bulk_wait(leads, free))
+  done = CUDA.semaphore_release(semaphores.base[at], turn + 1, leads, CUDA.bulk_wait(leads, free))
   return trip.end(queries, done.end(n)).end(once)
 
 
@@ -141,7 +141,7 @@ class GradientMainloop:
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     dq, queries = self.s.buffer(SLICE // 2), self.queries
     inside, done = sums, v_ready
-    for first, trips, masked in full_then_masked(zero, queries.n_full, queries.n_tiles):
+    for first, trips, masked in queries.loops():
       trip, entry = loop(self.s, trips, done, early=trips.vmin < 0)  # at most one, see `blurred`
       old = all_after(inside, *entry)
       done = self.attend(first + trip, masked, scores, words, dq, old, *entry).end(trip)

@@ -26,7 +26,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter, loop, room_for, specialize
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.tile_range import TileRange, blurred
+from uopattn.dsl.rules.tile_range import TileRange, blurred, full_then_masked, masked_then_full
 from uopattn.dsl.scope import Scope, clamp
 
 SMALL, LARGE = 128, 1024  # bytes of shared memory in whose multiples barriers, and what is as large, are placed
@@ -43,21 +43,23 @@ class QueryTiles:
     heads: number of query heads.
     first: the first of them.
     of_head: the tiles of each, in the order in which they are processed.
+    masked_first: whether the tiles that need a mask come first; else they come last.
   """
 
   heads: int
   first: UOp
   of_head: TileRange
-
-  @property
-  def n_full(self) -> UOp:
-    """The number of tiles, from position 0 on, that need no mask."""
-    return self.of_head.n_full * self.heads
+  masked_first: bool
 
   @property
   def n_tiles(self) -> UOp:
     """The number of tiles."""
     return self.of_head.n_tiles * self.heads
+
+  def loops(self) -> list[tuple[UOp, UOp, bool]]:
+    """The loops over them: the first position, the number of trips, and whether tiles need a mask."""
+    order = masked_then_full if self.masked_first else full_then_masked
+    return order(UOp.const(0), self.of_head.n_full * self.heads, self.n_tiles)
 
   def at(self, position: UOp) -> tuple[UOp, UOp]:
     """The query head, and its tile, at a position below `n_tiles`."""
@@ -71,11 +73,15 @@ class KeyBlock:
   Attributes:
     head: its key head.
     block: its number within the head.
+    turn: the number of the head's blocks that are added to dQ before it.
+    first_of: (tile of queries) -> whether none of these adds to that tile.
     queries: the tiles of queries.
   """
 
   head: UOp
   block: UOp
+  turn: UOp
+  first_of: Callable[[UOp], UOp]
   queries: QueryTiles
 
 

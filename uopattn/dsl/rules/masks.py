@@ -204,14 +204,14 @@ class HeadMasks:
       return self._listed(key // block_n, tiles, bool(r.ranges) or self._hides(2))
     last_key = least([key + block_n, UOp.const(r.N)]) - 1
     # The first queries that see the first key and the last key; then the last queries that see them.
-    firsts, all_firsts = (_known(x.first_query(self, k) for x in r.ranges) for k in (key, last_key))
+    firsts, all_firsts = (self._first_queries(k) for k in (key, last_key))
     all_lasts, lasts = (_known(x.last_query(self, k) for x in r.ranges) for k in (key, last_key))
     begin, end = UOp.const(0), UOp.const(tiles)
     full_begin, full_end = begin, UOp.const(r.rows // block_m)
     if r.pack_gqa > 1:
       firsts, lasts = [], []
     if firsts:
-      begin = clamp(_largest(firsts), 0, r.M - 1) // block_m
+      begin = self.first_tile(key, block_m)
       full_begin = (clamp(_largest(all_firsts), 0, r.M) + block_m - 1) // block_m
     if lasts:
       end = clamp(least(lasts), 0, r.M - 1) // block_m + 1
@@ -225,6 +225,14 @@ class HeadMasks:
     n_tiles = clamp(end - begin, 1, tiles)
     n_tiles = n_tiles if r.kv_lengths is None else (key < self.length).where(n_tiles, 1)
     return TileRange(n_full, n_tiles, full_first(begin, full_begin, n_full, tiles) if firsts else lambda x: x)
+
+  def first_tile(self, key: UOp, block_m: int) -> UOp:
+    """The first tile of `query_range`."""
+    firsts = [] if self.rules.pack_gqa > 1 else self._first_queries(key)
+    return clamp(_largest(firsts), 0, self.rules.M - 1) // block_m if firsts else UOp.const(0)
+
+  def _first_queries(self, key: UOp) -> list[UOp]:
+    return _known(x.first_query(self, key) for x in self.rules.ranges)
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """Conditions, any of which hides a key below N from a query."""
