@@ -77,8 +77,11 @@ def kind(u: UOp, generic: bool, depth: int) -> str | None:
 
 
 def counted(program: Sequence[UOp], generic: bool) -> Counter[str]:
-  """Return the instructions of each kind in one trip of the main loop: the longest of the outermost loops."""
-  loops, trips, kinds = list[Counter[str]](), [1], Counter[str]()
+  """Return the instructions of each kind in one trip of the main loop: the longest of the outermost loops.
+
+  A kernel that has no loop, as there is one tile, is counted as a whole.
+  """
+  loops, trips, kinds, outside = list[Counter[str]](), [1], Counter[str](), Counter[str]()
   for u in program:
     if u.op is Ops.RANGE:
       trips.append(trips[-1] * (int(u.vmax) + 1) if len(trips) > 1 else 1)
@@ -87,9 +90,9 @@ def counted(program: Sequence[UOp], generic: bool) -> Counter[str]:
       if len(trips) == 1:
         loops.append(kinds)
         kinds = Counter()
-    elif len(trips) > 1 and (instruction_kind := kind(u, generic, len(trips) - 1)) is not None:
-      kinds[instruction_kind] += trips[-1]
-  return max(loops, key=lambda x: x.total())
+    elif (instruction_kind := kind(u, generic, len(trips) - 1)) is not None:
+      (kinds if len(trips) > 1 else outside)[instruction_kind] += trips[-1]
+  return max(loops, key=lambda x: x.total(), default=outside)
 
 
 @dataclass(frozen=True)

@@ -272,6 +272,12 @@ def test_large_head_sizes_have_a_kernel_for_each_gradient() -> None:
   assert found == ["fwd", "dQ", "dK", "dV"]
 
 
+def test_a_kernel_without_a_loop_is_counted_as_a_whole() -> None:
+  """As with one query, of which dK and dV have one tile."""
+  (launch,) = (x for name, x in report_counted.launches("apple9", "float16", 8, 1, 64, 16, False) if name == "dK dV")
+  assert report_counted.count("apple9", launch).loop["matrix"] > 0
+
+
 # Instructions for each matrix instruction, or multiply-add, of the loops of forward, dQ, and dK and dV.
 COUNTS = {
   ("apple9", "float16"): (3.2, 2.5, 3.6),
