@@ -7,11 +7,12 @@ keys, score functions or dropout need the registers.
 
 The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits.
 Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
-workgroup, which takes about as long as the products. All workgroups process the tiles from the last to the first, each
-for all query heads that share the keys, and start in the order of their keys, in sections of heads that share the L2
-cache, so they seldom wait. With a causal mask the last keys may also come first, each block with its first tile
-(`Tiles.descending`). A block then reaches a tile two tiles later than the one that started before it, and none waits
-even in sections of one head; but the longest blocks end late. Dispatch does not choose that, tuning may.
+workgroup, which takes about as long as the products. Workgroups process the tiles from the last to the first, each for
+all query heads that share the keys, and start in the order of their keys, in sections of heads that share the L2 cache,
+so they seldom wait. With a causal mask none waits if the last keys come first, each block with its first tile
+(`Tiles.descending`): it reaches a tile two tiles later than the block before. But then the longest blocks come last.
+So the heads of the last section keep the other order. At D=128 that is 1.01 to 1.05 times as fast on an H200 as the one
+order for all, and 1.07 to 1.18 times where there are two sections.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
@@ -20,7 +21,7 @@ they share; `finish` rounds dQ. `preferred` says which cases are left to `hopper
 A multiprocessor holds one workgroup. Where that pays (`Tiles.scheduled`) workgroups are persistent: each takes blocks
 one after another from a counter in memory, and loads the next keys and queries while it stores dK and dV. On an H200
 that is 1.00 to 1.05 times as fast, most for few queries: at D=128 1.05 for N=512, 1.01 for 1024, 1.00 for 4096 and
-8192, causal 1.02 for 1024, 1.03 for 4096 and 1.00 for 8192.
+8192, in the one order causal 1.02 for 1024, 1.03 for 4096 and 1.00 for 8192.
 
 If the last round of workgroups is at most half full, several share each of its blocks: each has every p-th of the tiles
 of queries, so that it seldom waits for another part of the block before, and stores its dK and dV in float32, for
@@ -29,12 +30,13 @@ of queries, so that it seldom waits for another part of the block before, and st
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing at D=128, but where workgroups
-are persistent under a causal mask up to 92 bytes, three words of them per tile. At D=64 it spills up to 36 bytes in
-some cases, under a causal mask or where sections are not equal or M is no multiple of 64.
+(`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing in most passes. At D=128
+persistent workgroups spill 20 to 52 bytes under a causal mask, one or two words of them per tile, and up to 196 where
+blocks are shared and N is no multiple of 128. At D=64 it spills up to 36 bytes where sections are not equal, and 108 if
+M is no multiple of 64 besides.
 
-Speed on an H200, bfloat16, N=4096: 556 TFLOP/s at D=128, causal 509, with four query heads per key head 569 and 502;
-498 at D=64, causal 447. scripts/results/KERNELS.md has more.
+Speed on an H200, bfloat16, N=4096: 560 TFLOP/s at D=128, causal 521, with four query heads per key head 569 and 502;
+498 at D=64, causal 444. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
@@ -58,7 +60,6 @@ from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST
-from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import (
   DELTA,
   DK,
@@ -91,8 +92,8 @@ class Tiles:
     section: key heads whose blocks start together: the first blocks of all, the second ones, and so on.
     rest: blocks of keys, the last ones to start, which several workgroups share each; see `shared`.
     parts: workgroups per block that is shared. Each has as many of the tiles of queries as the others.
-    descending: whether a head's blocks of keys start from the last one on, each with its first tile of queries. Else
-      they start from the first one on, each with its last tile.
+    descending: key heads, the first ones, whose blocks of keys start from the last one on, each with its first tile of
+      queries. Those of other heads start from the first one on, each with its last tile.
     persistent: whether workgroups take blocks, or parts of them, one after another.
     multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
@@ -102,7 +103,7 @@ class Tiles:
   section: int = 1
   rest: int = 0
   parts: int = 1
-  descending: bool = False
+  descending: int = 0
   persistent: bool = False
   multiprocessors: int = 132  # of an H100 or H200
 
@@ -117,8 +118,13 @@ class Tiles:
       raise ValueError(f"Tiles.rest={self.rest}: must be at least 0")
     if self.parts < 1:
       raise ValueError(f"Tiles.parts={self.parts}: must be at least 1")
-    if self.descending and self.rest:
-      raise ValueError(f"Tiles.descending=True, rest={self.rest}: rest must be 0")
+    if self.descending < 0:
+      raise ValueError(f"Tiles.descending={self.descending}: must be at least 0")
+    if self.descending and (self.rest or not self.persistent):
+      raise ValueError(
+        f"Tiles.descending={self.descending}, rest={self.rest}, persistent={self.persistent}: descending must be 0, or "
+        "no blocks shared and workgroups persistent"
+      )
     if self.multiprocessors < 1:
       raise ValueError(f"Tiles.multiprocessors={self.multiprocessors}: must be at least 1")
 
@@ -163,7 +169,9 @@ class Tiles:
     p, tiles = problem, self.shared(problem, concurrent)
     several, wide = self.blocks(p) > concurrent, p.Dk > SLICE
     pays = (p.group == 1 or not wide) if p.masks else (p.M <= SHORT or wide)
-    return replace(tiles, persistent=several and pays, multiprocessors=concurrent)
+    tiles = replace(tiles, persistent=several and pays, multiprocessors=concurrent)
+    last_keys = tiles.from_the_last_keys(p)
+    return last_keys if wide or last_keys.descending < FEW_SECTIONS * last_keys.section else tiles
 
   def shared(self, problem: Problem, concurrent: int) -> "Tiles":
     """The tiles with those blocks shared that are left when others fill whole rounds of `concurrent` workgroups.
@@ -180,10 +188,16 @@ class Tiles:
     return replace(self, section=self.section if rounds else heads, rest=rest, parts=parts)  # else all start at once
 
   def from_the_last_keys(self, problem: Problem) -> "Tiles":
-    """These tiles with `descending`, in sections for which no workgroup need wait."""
-    p = problem
-    fewer = section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks), waits=False)
-    return replace(self, section=fewer, descending=True)
+    """These tiles with the heads of all sections but the last one `descending`, if that pays.
+
+    It does under a mask. Blocks of heads that share keys are then at too many different tiles for the L2 cache.
+    """
+    p, heads = problem, problem.B * problem.Hkv
+    if not p.masks or p.group > 1 or self.rest or not self.persistent:
+      return self
+    fewer = section(heads, p.group, p.M, p.Dk, p.Dv, bool(p.masks), waits=False)
+    descending = (heads - 1) // fewer * fewer
+    return replace(self, section=fewer, descending=descending) if descending else self
 
   @classmethod
   def of(cls, problem: Problem) -> "Tiles":
@@ -205,6 +219,7 @@ FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward
 # and above (H200, 2026-11-29).
 ENOUGH = ((8, 8), (5, 2))
 SHORT = 1024  # queries up to which persistent workgroups pay at head sizes up to 64, without a mask (H200, 2026-11-29)
+FEW_SECTIONS = 8  # up to which it pays at head sizes up to 64 that the last keys come first (H200, 2026-11-30)
 
 
 def slices(Dk: int) -> int:
@@ -410,7 +425,27 @@ def block_of_keys(scheduler: TileScheduler, tiles: Tiles, item: UOp) -> tuple[UO
   """The head and the number of the `item`-th block of keys to start, and how many of the head's start before it."""
   head, backwards = scheduler.work_tile(item, UOp.const(0))
   turn = scheduler.blocks - 1 - backwards
-  return head, backwards if tiles.descending else turn, turn
+  return head, (head < tiles.descending).where(backwards, turn), turn
+
+
+def queries_of_keys(rules: Rules, kv_head: UOp, key: UOp, keys: int, descends: UOp) -> QueryTiles:
+  """The tiles of queries that see any of the keys from `key` on, from the first one on if the head descends.
+
+  Else they are from the last one back. In both orders each block of the head reaches a tile after those before it.
+  """
+  head = kv_head * rules.heads_per_key_head
+  of_head, padded = rules.at(head), not rules.moves  # with the infinite LSE of queries past the last, weights are 0
+  seen, begin = of_head.query_range(key, keys, BLOCK, padded), of_head.first_tile(key, BLOCK)
+  first = descends.where(begin, begin + seen.n_tiles - 1)
+  # Masks are for the first of all tiles, and for the last if M ends in it and it is not padded.
+  ends = UOp.const(int(rules.M % BLOCK > 0 and not padded))
+  masked = descends.where(seen.n_tiles - seen.n_full - ends, ends)
+
+  def tile(position: UOp) -> UOp:
+    at = first + descends.where(UOp.const(1), -1) * position
+    return clamp(at, 0, ceildiv(rules.M, BLOCK) - 1)  # as tinygrad does not know that it is
+
+  return QueryTiles(rules.heads_per_key_head, head, tile, (masked, masked + seen.n_full), seen.n_tiles)
 
 
 class Part(NamedTuple):
@@ -444,22 +479,14 @@ class KeyBlock(gradient_pipeline.KeyBlock):
       number = part.exists.where(whole + part.number // tiles.parts, number)
       number = clamp(number, 0, scheduler.workgroups - 1)
     kv_head, block, turn = block_of_keys(scheduler, tiles, number)
-    head = kv_head * rules.heads_per_key_head
-    of_rules, key = rules.at(head), block * tiles.rows
-    of_head = of_rules.query_range(key, tiles.rows, BLOCK)
-    if not tiles.descending:
-      of_head = of_head.backwards()
-    else:  # tiles that need a mask are the first ones, but one that M ends in
-      begin, n_full = of_rules.first_tile(key, BLOCK), UOp.const(0) if rules.M % BLOCK else of_head.n_full
-      of_head = TileRange(n_full, of_head.n_tiles, lambda position: begin + position)
+    key, descends = block * tiles.rows, kv_head < tiles.descending
+    queries = queries_of_keys(rules, kv_head, key, tiles.rows, descends)
     if part is not None:
-      of_head = of_head.part(part.number % tiles.parts, tiles.parts, part.exists)
+      queries = queries.part(part.number % tiles.parts, tiles.parts, part.exists)
 
     def first_of(tile: UOp) -> UOp:
-      earlier = of_rules.first_tile(key + tiles.rows, BLOCK)
-      return turn.eq(0) | (tile < earlier) if tiles.descending else turn.eq(0)
+      return turn.eq(0) | (descends & (tile < rules.at(queries.first).first_tile(key + tiles.rows, BLOCK)))
 
-    queries = QueryTiles(rules.heads_per_key_head, head, of_head, tiles.descending)
     return cls(kv_head, block, turn, first_of, queries, part)
 
 

@@ -96,7 +96,8 @@ class Compiled:
     return resident(self.arch, self.registers, self.shared, self.launch.tiles.threads)
 
 
-COUNTS = {"multiprocessors", "section", "rest", "parts"}  # fields of tiles that follow from lengths or the GPU
+# Fields of tiles that follow from lengths or the GPU.
+COUNTS = {"multiprocessors", "section", "rest", "parts", "descending"}
 
 
 def serves(name: str) -> bool:

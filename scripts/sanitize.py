@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -77,11 +78,11 @@ def backward(D: int) -> None:
   Tensor.realize(*(x.grad for x in (q, k, v) if x.grad is not None))
 
 
-def backward_in_one_pass(D: int, tiles: hopper_fused_backward.Tiles | None = None) -> None:
+def backward_in_one_pass(D: int, tiles: hopper_fused_backward.Tiles | None = None, causal: bool = False) -> None:
   """Run the kernels of Hopper's pass for long inputs, whose blocks of keys workgroups share with the default tiles."""
   (q, k, v), (do, *_) = inputs(4, 2, 200, 333, D), inputs(4, 2, 200, 333, D)
-  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel")
-  spec = make_spec(q, k, v, Arguments(enable_gqa=True, return_lse=True))
+  out, lse = attention(q, k, v, is_causal=causal, enable_gqa=True, return_lse=True, backend="kernel")
+  spec = make_spec(q, k, v, Arguments(is_causal=causal, enable_gqa=True, return_lse=True))
   launches = launches_of(hopper_fused_backward.SCHEDULE, spec, default_target(), tiles)
   Tensor.realize(*by_kernels(launches, Residuals.of(spec, q, k, v, out, lse, do), NO_ARGUMENTS))
 
@@ -103,6 +104,7 @@ HOPPER: dict[str, Callable[[], None]] = {
   "backward, one pass": partial(backward_in_one_pass, 64),
   "backward, one pass, head size 128": partial(backward_in_one_pass, 128),
   "backward, one pass, persistent": partial(backward_in_one_pass, 128, TAKING),
+  "backward, one pass, last keys first": partial(backward_in_one_pass, 128, replace(TAKING, descending=1), True),
 }
 # What a tool reports though it is right (H200, 2026-11-29). Bulk copies write the sums of dQ, which initcheck does not
 # see; tests fill them with NaN before. At head size 64 a warpgroup overwrites dQ in shared memory that another one has
@@ -113,6 +115,7 @@ UNSEEN = {
   ("initcheck", "backward, one pass"),
   ("initcheck", "backward, one pass, head size 128"),
   ("initcheck", "backward, one pass, persistent"),
+  ("initcheck", "backward, one pass, last keys first"),
   ("racecheck", "backward, one pass"),
   ("racecheck", "backward, one pass, persistent"),
 }

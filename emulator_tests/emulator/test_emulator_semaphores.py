@@ -93,6 +93,28 @@ def test_a_mistake_is_an_error(name: str) -> None:
     run(added(**mistake))
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_one_warp_fences_what_others_have_written_if_it_knows_of_it(behind: bool) -> None:
+  """It does behind the barrier, not before."""
+
+  def body(o: UOp) -> UOp:
+    t, g, memory = threads(GROUP), groups(1), lds(1, 4 * GROUP)
+    once, number = loop((t < 32).cast(dtypes.weakint) * 2 // 2), t.cast(dtypes.float).bitcast(dtypes.uint)
+    last = CUDA.store_chunk(memory.after(UOp.barrier(CUDA.exit_warps(t < 0)))[t * 4], *[number] * 4)
+    last = CUDA.named_barrier_sync(UOp.const(1), GROUP, last) if behind else last
+    last = CUDA.fence_proxy_async(last, once).end(once)
+    last = last if behind else CUDA.named_barrier_sync(UOp.const(1), GROUP, last)
+    last = CUDA.tma_reduce_add(o[0], memory[0], 16 * GROUP, UOp.const(True), t.eq(0), last)
+    return UOp.group(CUDA.bulk_wait(t.eq(0), last)).end(t, g).sink(arg=kernel("fenced", [], t).arg)
+
+  if behind:
+    expected = np.arange(GROUP, dtype=np.float32).repeat(4)
+    np.testing.assert_array_equal(launch(body, np.zeros(4 * GROUP, np.float32), arch=ARCH), expected)
+  else:
+    with pytest.raises(emulator.Race, match="to add it, written without a fence_proxy_async since"):
+      launch(body, np.zeros(4 * GROUP, np.float32), arch=ARCH)
+
+
 def test_numbers_are_taken_in_turn() -> None:
   """Each workgroup writes where its number says; it gets a second one, which no other gets, only if it takes again."""
 

@@ -21,7 +21,7 @@ from uopattn.dsl.nvidia import tma, wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import QueryTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
 from uopattn.emulator.tracks import ORDERS, ordered
 from uopattn.kernels import hopper_fused_backward
@@ -203,15 +203,21 @@ def test_heads_that_start_together_where_none_waits(M: int, expected: int) -> No
 @pytest.mark.parametrize(
   ("options", "expected"),
   [
-    ({"masks": CAUSAL}, [False, True, False]),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64}, [False, False, False]),
-    ({}, [False, False]),
-    ({"masks": CAUSAL, "B": 1, "Hq": 2, "Hkv": 2}, [False, False]),  # all blocks are shared
+    ({"masks": CAUSAL}, [(4, 124), (8, 0), (4, 124)]),
+    ({"masks": CAUSAL, "B": 1, "Hq": 9, "Hkv": 9}, [(3, 6), (9, 0), (3, 6)]),
+    ({"masks": CAUSAL, "Hkv": 8}, [(8, 0), (8, 0)]),
+    ({"masks": CAUSAL, "Dk": 64, "Dv": 64}, [(8, 0), (8, 120), (8, 0), (8, 0)]),
+    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "B": 2}, [(8, 56), (8, 0), (8, 56), (8, 56)]),
+    ({}, [(4, 0), (4, 0)]),
+    ({"masks": CAUSAL, "B": 1, "Hq": 5, "Hkv": 5}, [(5, 0), (5, 0)]),  # one section
+    ({"masks": CAUSAL, "B": 1, "Hq": 4, "Hkv": 4}, [(4, 0), (4, 0)]),  # one round of workgroups
+    ({"masks": CAUSAL, "B": 1, "Hq": 2, "Hkv": 2}, [(2, 0), (2, 0)]),  # all blocks are shared
   ],
 )
-def test_tuning_tries_the_last_keys_first(options: dict[str, Any], expected: list[bool]) -> None:
+def test_heads_with_the_last_keys_first(options: dict[str, Any], expected: list[tuple[int, int]]) -> None:
+  """The tiles that are chosen, and those that tuning tries."""
   spec = replace(SPEC, **{"Dk": 128, "Dv": 128} | options)
-  assert [x.descending for x in hopper.fused_backward(spec, Target("CUDA", "sm_90"))] == expected
+  assert [(x.section, x.descending) for x in hopper.fused_backward(spec, Target("CUDA", "sm_90"))] == expected
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -231,7 +237,7 @@ def test_sections_of_a_head_each(is_causal: bool) -> None:
     ({"Hkv": 8}, 0, 1, 4),  # 100 of 132 are busy in the last round
     ({"B": 33}, 0, 1, 4),  # all are
     ({"M": 64}, 0, 1, 128),  # a tile of queries
-    ({"masks": CAUSAL}, 0, 1, 8),
+    ({"masks": CAUSAL}, 0, 1, 4),
     ({"B": 1, "Hq": 28, "Hkv": 4, "M": 2048, "N": 2048, "masks": CAUSAL}, 64, 2, 4),  # all start at once
   ],
 )
@@ -241,29 +247,54 @@ def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int
 
 
 def test_all_heads_of_a_tile_come_before_the_next() -> None:
-  of_head = TileRange(UOp.const(2), UOp.const(3), lambda position: position).backwards()
-  queries = QueryTiles(2, UOp.const(6), of_head, masked_first=False)
+  queries = QueryTiles(2, UOp.const(6), lambda position: 2 - position, (UOp.const(0), UOp.const(2)), UOp.const(3))
   places = [tuple(x.simplify().arg for x in queries.at(UOp.const(i))) for i in range(6)]
-  assert places == [(6, 1), (7, 1), (6, 0), (7, 0), (6, 2), (7, 2)]
-  loops = [x.loops() for x in (queries, replace(queries, masked_first=True))]
+  assert places == [(6, 2), (7, 2), (6, 1), (7, 1), (6, 0), (7, 0)]
+  loops = [x.loops() for x in (queries, replace(queries, full=(UOp.const(1), UOp.const(2))))]
   found = [[(first.simplify().arg, trips.arg, masked) for first, trips, masked in x] for x in loops]
-  assert found == [[(0, 4, False), (4, 2, True)], [(0, 2, True), (2, 4, False)]]
+  assert found == [[(0, 4, False), (4, 2, True)], [(0, 2, True), (2, 2, False), (4, 2, True)]]
+
+
+def shown(x: QueryTiles) -> str:
+  """The tiles of a head: some that need a mask | full ones | others that need a mask."""
+  begin, end, n = (int(n.simplify().arg) for n in (*x.full, x.end))
+  numbers = [str(x.tile(UOp.const(i)).simplify().arg) for i in range(n)]
+  return " ".join([*numbers[:begin], "|", *numbers[begin:end], "|", *numbers[end:]])
 
 
 @pytest.mark.parametrize(
-  ("parts", "expected"), [(2, ["12 10 | 13", "11 | 14"]), (3, ["12 | 14", "11 | 13", "10 |"]), (6, ["12 |", "11 |"])]
+  ("parts", "expected"),
+  [(2, ["14 | 12 | 10", "| 13 11 |"]), (3, ["14 | 11 |", "| 13 | 10", "| 12 |"]), (6, ["14 | |", "| 13 |"])],
 )
-def test_parts_are_every_nth_tile_from_the_last_one_back(parts: int, expected: list[str]) -> None:
-  """Full tiles | those that need a mask."""
-  tiles = TileRange(UOp.const(3), UOp.const(5), lambda position: position + 10).backwards()
-
-  def shown(x: TileRange) -> str:
-    n_full, n_tiles = (int(n.simplify().arg) for n in (x.n_full, x.n_tiles))
-    numbers = [str(x.tile(UOp.const(i)).simplify().arg) for i in range(n_tiles)]
-    return " ".join([*numbers[:n_full], "|", *numbers[n_full:]])
-
+def test_parts_are_every_nth_tile(parts: int, expected: list[str]) -> None:
+  tiles = QueryTiles(1, UOp.const(0), lambda position: 14 - position, (UOp.const(1), UOp.const(4)), UOp.const(5))
   assert [shown(tiles.part(UOp.const(i), parts, UOp.const(True))) for i in range(len(expected))] == expected
-  assert shown(tiles.part(UOp.const(0), parts, UOp.const(False))) == "12 11 10 | 14 13"
+  assert shown(tiles.part(UOp.const(0), parts, UOp.const(False))) == "14 | 13 12 11 | 10"
+
+
+WHOLE = "4 5 | |; 2 3 | 4 5 |; 0 1 | 2 3 4 5 |; | 5 4 3 2 | 1 0; | 5 4 | 3 2; | | 5 4"
+
+
+@pytest.mark.parametrize(
+  ("M", "rules", "expected"),
+  [
+    (384, {"masks": CAUSAL}, WHOLE),
+    (350, {"masks": CAUSAL}, WHOLE),
+    (
+      600,
+      {"masks": CAUSAL, "score_mod": lambda s, b, h, i, j: s * 2},
+      "4 5 | 6 7 8 | 9; 2 3 | 4 5 6 7 8 | 9; 0 1 | 2 3 4 5 6 7 8 | 9;"
+      " 9 | 8 7 6 5 4 3 2 | 1 0; 9 | 8 7 6 5 4 | 3 2; 9 | 8 7 6 | 5 4",
+    ),
+    (350, {}, "; ".join(["| 0 1 2 3 4 5 |"] * 3 + ["| 5 4 3 2 1 0 |"] * 3)),
+  ],
+)
+def test_blocks_of_a_head_reach_each_tile_in_turn(M: int, rules: dict[str, Any], expected: str) -> None:
+  """Of two heads, the first of which has its last keys first. Each block comes to a tile after those before it."""
+  tiles, of_all = Tiles(descending=1, persistent=True), Rules(M, 384, 2, **rules)
+  blocks = [KeyBlock.of(UOp.const(i), tiles.scheduler(2, 384), tiles, of_all) for i in range(6)]
+  assert "; ".join(shown(x.queries) for x in blocks) == expected
+  assert [x.turn.simplify().arg for x in blocks] == [0, 1, 2] * 2
 
 
 SHARED: dict[str, tuple[Shape, dict[str, Any]]] = {
@@ -293,7 +324,7 @@ PERSISTENT: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
   "two tiles of keys, sections": ((2, 2, 2, 330, 600, 64, 64), {"is_causal": True}, {"section": 1}),
   "a tile of queries, a block of keys": ((1, 1, 1, 1, 1, 8, 8), {}, {}),
   "shared blocks": ((1, 4, 2, 250, 270, 72, 72), {"is_causal": True}, {"rest": 4, "parts": 3}),
-  "the last keys first": ((2, 2, 2, 256, 384, 72, 72), {"is_causal": True}, {"descending": True}),
+  "the last keys first": ((2, 2, 2, 256, 384, 72, 72), {"is_causal": True}, {"descending": 2}),
 }
 
 
@@ -306,26 +337,28 @@ def test_persistent_workgroups_match_the_oracle(name: str) -> None:
     case_of(shape, options, persistent=True, **fields).check()
 
 
-DESCENDING: dict[str, tuple[Shape, dict[str, Any]]] = {
-  "whole tiles": ((1, 2, 2, 320, 320, 72, 72), {"is_causal": True}),
-  "grouped, no whole tile": ((1, 4, 2, 250, 390, 72, 128), {"is_causal": True, "q_start": np.array([-30])}),
-  "keys that no query sees": ((1, 2, 2, 128, 700, 16, 16), {"is_causal": True}),
-  "queries before all keys": ((1, 1, 1, 300, 140, 80, 80), {"window": (None, 5), "q_start": -100}),
-  "no mask": ((1, 2, 2, 130, 270, 16, 8), {}),
+DESCENDING: dict[str, tuple[Shape, dict[str, Any], int]] = {
+  "whole tiles": ((1, 2, 2, 320, 320, 72, 72), {"is_causal": True}, 1),
+  "grouped, no whole tile": ((1, 4, 2, 250, 390, 72, 128), {"is_causal": True, "q_start": np.array([-30])}, 1),
+  "keys that no query sees": ((1, 3, 3, 128, 700, 16, 16), {"is_causal": True}, 2),
+  "queries before all keys": ((1, 2, 2, 300, 140, 80, 80), {"window": (None, 5), "q_start": -100}, 1),
+  "no mask": ((1, 2, 2, 130, 270, 16, 8), {}, 2),
 }
 
 
 @pytest.mark.kinds(name=("whole tiles", "grouped, no whole tile"))
 @pytest.mark.parametrize("name", DESCENDING)
 def test_the_last_keys_first(name: str) -> None:
+  shape, options, heads = DESCENDING[name]
   with FUSED.device():
-    case_of(*DESCENDING[name], descending=True).check()
+    case_of(shape, options, descending=heads, persistent=True).check()
 
 
 @pytest.mark.slow
 def test_the_last_keys_first_with_a_score_mod() -> None:
+  options = some(np.random.default_rng(1), GROUPED, "is_causal", "score_mod")
   with FUSED.device():
-    case_of(GROUPED, some(np.random.default_rng(1), GROUPED, "is_causal", "score_mod"), descending=True).check()
+    case_of(GROUPED, options, descending=3, persistent=True).check()
 
 
 def test_tiles_that_only_the_first_block_may_open_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +372,7 @@ def test_tiles_that_only_the_first_block_may_open_are_caught(monkeypatch: pytest
   monkeypatch.setattr(KeyBlock, "of", classmethod(wrong))
   compiled.cache_clear()
   with FUSED.device(), pytest.raises(emulator.KernelError, match="kernel attention_backward_2_2"):
-    case_of(*DESCENDING["whole tiles"], descending=True).run()
+    case_of(*DESCENDING["whole tiles"][:2], descending=1, persistent=True).run()
   compiled.cache_clear()
 
 
@@ -381,9 +414,9 @@ def test_shared_blocks_with_a_score_mod() -> None:
 
 
 def test_parts_that_begin_at_the_first_tile_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  right = TileRange.part
+  right = QueryTiles.part
   monkeypatch.setattr(
-    TileRange, "part", lambda self, i, parts, when: replace(right(self, i, parts, when), tile=self.tile)
+    QueryTiles, "part", lambda self, i, parts, when: replace(right(self, i, parts, when), tile=self.tile)
   )
   compiled.cache_clear()
   with FUSED.device(), pytest.raises((emulator.KernelError, AssertionError)):
@@ -451,12 +484,12 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
   ("D", "causal", "spilled"),
   [
-    (128, True, [40, 0]),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [0]), (64, False, [0]), (64, True, [8]))),
+    (128, True, [20, 24]),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [0]), (64, False, [0]), (64, True, [0, 0]))),
   ],
 )
 def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
-  """Persistent workgroups spill a few bytes under a causal mask, unless the last keys come first."""
+  """Persistent workgroups spill a few bytes under a causal mask, of those that come once per block but one word."""
   spec, target = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None)), Target("CUDA", "sm_90")
   for tiles, most in zip(hopper.fused_backward(spec, target), spilled, strict=False):
     for launch in dispatch_backward(spec, target):
@@ -478,8 +511,11 @@ def test_tiles_state_their_laws() -> None:
     Tiles(parts=0)
   with pytest.raises(ValueError, match=r"Tiles\.multiprocessors=0: must be at least 1"):
     Tiles(multiprocessors=0)
-  with pytest.raises(ValueError, match=r"Tiles\.descending=True, rest=1: rest must be 0"):
-    Tiles(rest=1, parts=2, descending=True)
+  with pytest.raises(ValueError, match=r"Tiles\.descending=-1: must be at least 0"):
+    Tiles(descending=-1)
+  for fields in ({"rest": 1, "parts": 2, "persistent": True}, {}):
+    with pytest.raises(ValueError, match=r"Tiles\.descending=1, rest=\d, persistent=.*: descending must be 0, or no"):
+      Tiles(descending=1, **fields)
 
 
 @pytest.mark.parametrize(

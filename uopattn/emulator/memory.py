@@ -195,7 +195,7 @@ class LDS(Memory):
     self.times = np.full((2, run.shape.waves, shape), -1, np.int32) if self.races and run.asynchronous else None
     # then, from the first bulk copy on, the number of the one that wrote each granule last, see `Tracks.landed`, or 0
     self.copied: np.ndarray | None = None
-    # the lane that wrote each granule, until its fence_proxy_async makes it visible to asynchronous products; or -1
+    # the lane that wrote each granule, until a fence_proxy_async makes it visible to asynchronous hardware; or -1
     self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 
   def index_in_batch(self, u: UOp, verb: str, index: Any, dtype: DType, count: int, lanes: np.ndarray) -> np.ndarray:
@@ -240,6 +240,25 @@ class LDS(Memory):
     self.check_read(u, granules, lanes)
     if self.unfenced is not None and (bad := self.unfenced.take(granules) >= 0).any():
       raise self.fail(Race, u, f"{reads}, written without a fence_proxy_async since", granules, bad, lanes)
+
+  def fence(self, lanes: np.ndarray) -> None:
+    """Make writes visible to asynchronous hardware: those of some lanes, and those of other waves that they know of.
+
+    Source: PTX ISA, "Memory Consistency Model", causality order: a proxy fence may be anywhere on the way from a write
+    to a read, so also behind the barrier at which a reader waits.
+    """
+    if self.unfenced is None:
+      return
+    self.unfenced[np.isin(self.unfenced, lanes)] = -1
+    if not self.races or not len(left := np.flatnonzero(self.unfenced >= 0)):
+      return
+    waves, first = np.unique(self.run.wave[lanes], return_index=True)
+    for wave, lane in zip(waves, lanes[first], strict=True):
+      writers = self.unfenced[left]
+      others = left[(self.run.group[writers] == self.run.group[lane]) & (self.run.wave[writers] != wave)]
+      known = ~self._unseen(WRITES, others[None], lane[None])[0]
+      self.unfenced[others[known]] = -1
+      left = left[self.unfenced[left] >= 0]
 
   def content(self, granules: np.ndarray) -> np.ndarray:
     """Return the bits of granules, in the shape of `granules`."""

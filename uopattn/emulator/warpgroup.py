@@ -268,8 +268,7 @@ def _lanes_of(run: Run, groups: np.ndarray) -> np.ndarray:
 
 
 def fence_proxy_async(run: Run, u: UOp) -> None:
-  """Make the active lanes' writes to LDS visible to asynchronous products."""
-  lanes = run.active()
+  """Make writes to LDS visible to asynchronous hardware: those of the active lanes, and others that they know of."""
   for memory in run.memory:
-    if isinstance(memory, LDS) and memory.unfenced is not None:
-      memory.unfenced[np.isin(memory.unfenced, lanes)] = -1
+    if isinstance(memory, LDS):
+      memory.fence(run.active())

@@ -34,7 +34,7 @@ from uopattn.trust.features import NAMED, Inputs, Sizes, of_sequences, slopes
 DETAILS = {"window", "attn_mask", "q_start", "kv_lengths", "page_table"}  # features that have one
 MOST_BATCHES, MOST_HEADS = 2, 2  # batches, and key heads, of a probe
 SPLITS = 2  # of the keys, in a probe of split-KV
-MOST_OF = {"section": MOST_HEADS, "rest": 2, "parts": 2}  # of fields of tiles, in a probe
+MOST_OF = {"section": MOST_HEADS, "rest": 2, "parts": 2, "descending": 1}  # of fields of tiles, in a probe
 BIAS_SPLITS = 2  # work items that share the scores of an element of a bias, if each has several trips
 
 

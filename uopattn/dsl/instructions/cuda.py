@@ -371,9 +371,11 @@ class Cuda(Dialect):
 
   @instruction(cuda=ptx("fence.proxy.async.shared::cta;"))
   def fence_proxy_async(self, *after: UOp) -> Statement:
-    """Make this lane's writes to LDS, completed copies included, visible to `uopattn.dsl.nvidia.wgmma`. A statement.
+    """Make writes to LDS visible to asynchronous hardware: `uopattn.dsl.nvidia.wgmma` and bulk copies. A statement.
 
-    Place it before the barrier at which the readers wait. Source: PTX ISA, "membar/fence", async proxy.
+    They are this lane's, completed copies included, and those of which it knows by a barrier. Place it before the
+    barrier at which the readers wait, or behind it, in the readers. Source: PTX ISA, "membar/fence", async proxy, and
+    "Memory Consistency Model", causality order.
     """
 
   def ldmatrix(self, to: UOp, row: UOp, *after: UOp, trans: bool = False, immediate: bool = False) -> UOp:

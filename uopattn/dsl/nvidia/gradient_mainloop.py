@@ -71,7 +71,9 @@ def add_dq(
   taken = CUDA.semaphore_wait(semaphores.base[at], turn, leads & ~first, *entry)
   givers = 1 if sizes(dq_sum)[2] == 1 else WARPGROUPS
   met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
-  added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(met)[0], 4 * size, first, leads, met)
+  # Those that stored dQ need not wait until it is visible.
+  fenced = CUDA.fence_proxy_async(met)
+  added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(fenced)[0], 4 * size, first, leads, fenced)
   free = CUDA.mbarrier_arrive(pipe.free[0], leads, CUDA.bulk_wait_read(leads, added))
   done = CUDA.semaphore_release(semaphores.base[at], turn + 1, leads, CUDA.bulk_wait(leads, free))
   return trip.end(queries, done.end(n)).end(once)
@@ -200,7 +202,7 @@ class GradientMainloop:
     started = self.start_sum(of_dk, ds, slots.q.tile(n), started)
     waited = wait_for(1, dq, wait_for(2, of_dv, started))
     free = CUDA.mbarrier_wait(self.free[0], (n + slots.q.count + 1) % 2, waited)
-    arrival = self.give(CUDA.fence_proxy_async(*self.store_dq(dq.after(free), free)))
+    arrival = self.give(*self.store_dq(dq.after(free), free))
     return slots.q.release(n, wait_for(0, of_dk, arrival))
 
   def sync(self, *after: UOp) -> UOp:

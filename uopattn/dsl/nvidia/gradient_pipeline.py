@@ -26,7 +26,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter, loop, room_for, specialize
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.tile_range import TileRange, blurred, full_then_masked, masked_then_full
+from uopattn.dsl.rules.tile_range import blurred, that_run
 from uopattn.dsl.scope import Scope, clamp
 
 SMALL, LARGE = 128, 1024  # bytes of shared memory in whose multiples barriers, and what is as large, are placed
@@ -42,28 +42,48 @@ class QueryTiles:
   Attributes:
     heads: number of query heads.
     first: the first of them.
-    of_head: the tiles of each, in the order in which they are processed.
-    masked_first: whether the tiles that need a mask come first; else they come last.
+    tile: maps a position in the order in which the tiles of a head are processed to a tile.
+    full: those positions, from the first on and before the second, at which tiles need no mask.
+    end: the number of tiles of a head.
   """
 
   heads: int
   first: UOp
-  of_head: TileRange
-  masked_first: bool
+  tile: Callable[[UOp], UOp]
+  full: tuple[UOp, UOp]
+  end: UOp
 
   @property
   def n_tiles(self) -> UOp:
-    """The number of tiles."""
-    return self.of_head.n_tiles * self.heads
+    """The number of tiles of all heads."""
+    return self.end * self.heads
 
   def loops(self) -> list[tuple[UOp, UOp, bool]]:
     """The loops over them: the first position, the number of trips, and whether tiles need a mask."""
-    order = masked_then_full if self.masked_first else full_then_masked
-    return order(UOp.const(0), self.of_head.n_full * self.heads, self.n_tiles)
+    begin, end = (x * self.heads for x in self.full)
+    return that_run((UOp.const(0), begin, True), (begin, end - begin, False), (end, self.n_tiles - end, True))
 
   def at(self, position: UOp) -> tuple[UOp, UOp]:
     """The query head, and its tile, at a position below `n_tiles`."""
-    return self.first + position % self.heads, self.of_head.tile(position // self.heads)
+    return self.first + position % self.heads, self.tile(position // self.heads)
+
+  def part(self, i: UOp, parts: int, when: UOp) -> "QueryTiles":
+    """Every `parts`-th tile of each head from position `i` on, where `when` is true; else all.
+
+    So blocks that begin with the same tiles have the same tiles in common with each part of another.
+    """
+
+    def count(tiles: UOp) -> UOp:
+      return when.where(tiles // parts + (i < tiles % parts).where(UOp.const(1), 0), tiles)
+
+    first, step = when.where(i, 0), when.where(UOp.const(parts), 1)
+    begin, end = self.full
+    return replace(
+      self,
+      tile=lambda position: self.tile(first + position * step),
+      full=(count(begin), count(end)),
+      end=count(self.end),
+    )
 
 
 @dataclass(frozen=True, eq=False)

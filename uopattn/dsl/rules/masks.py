@@ -190,14 +190,16 @@ class HeadMasks:
     last_row = least([row + block_m, UOp.const(self.rules.M)]) - 1
     return [key <= x for x in self._lasts(last_row)] + [key + block_n > x for x in self._firsts(row)]
 
-  def query_range(self, key: UOp, block_n: int, block_m: int) -> TileRange:
+  def query_range(self, key: UOp, block_n: int, block_m: int, padded: bool = False) -> TileRange:
     """The tiles of `block_m` queries that see any of the keys `key` to key + block_n - 1; see `key_range`.
 
-    In a full tile all queries and all keys exist. `bounds` and masks on single keys skip no tile here, and with them no
-    tile is known to be full; nor does any mask if heads are packed. `tile_lists` must be lists of tiles of queries.
+    In a full tile all keys exist, and all queries unless it is `padded`. `bounds` and masks on single keys skip no tile
+    here, and with them no tile is known to be full; nor does any mask if heads are packed. `tile_lists` must be lists
+    of tiles of queries.
 
     Args:
       key: a multiple of `block_n`.
+      padded: whether a tile in which M ends may be full, as what is past it has no weight.
     """
     r, tiles = self.rules, ceildiv(self.rules.rows, block_m)
     if r.tile_lists is not None:
@@ -207,7 +209,7 @@ class HeadMasks:
     firsts, all_firsts = (self._first_queries(k) for k in (key, last_key))
     all_lasts, lasts = (_known(x.last_query(self, k) for x in r.ranges) for k in (key, last_key))
     begin, end = UOp.const(0), UOp.const(tiles)
-    full_begin, full_end = begin, UOp.const(r.rows // block_m)
+    full_begin, full_end = begin, UOp.const(tiles if padded else r.rows // block_m)
     if r.pack_gqa > 1:
       firsts, lasts = [], []
     if firsts:

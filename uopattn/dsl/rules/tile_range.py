@@ -31,11 +31,6 @@ class TileRange:
     """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
     return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
 
-  def backwards(self) -> "TileRange":
-    """The full tiles from the last one on, then those that need a mask, from the last one on."""
-    n_full, last = self.n_full, self.n_full + self.n_tiles
-    return replace(self, tile=lambda position: self.tile((position < n_full).where(n_full, last) - 1 - position))
-
   def full_backwards(self) -> "TileRange":
     """The full tiles from the last one on, then those that need a mask.
 
@@ -59,20 +54,6 @@ class TileRange:
     n_full = clamp(self.n_full - begin, 0, n_tiles) if self.n_full.vmax > 0 else self.n_full
     return TileRange(n_full, n_tiles, tile)
 
-  def part(self, i: UOp, parts: int, when: UOp) -> "TileRange":
-    """Every `parts`-th tile from position `i` on, where `when` is true; else all tiles.
-
-    So ranges that begin with the same tiles have the same tiles in common with each part of another.
-    """
-
-    def count(tiles: UOp) -> UOp:
-      return when.where(tiles // parts + (i < tiles % parts).where(UOp.const(1), 0), tiles)
-
-    n_tiles, first, step = count(self.n_tiles), when.where(i, 0), when.where(UOp.const(parts), 1)
-    all_full = (self.n_tiles - self.n_full).simplify().vmax == 0
-    n_full = n_tiles if all_full else count(self.n_full) if self.n_full.vmax > 0 else self.n_full
-    return TileRange(n_full, n_tiles, lambda position: self.tile(first + position * step))
-
 
 def full_first(begin: UOp, full_begin: UOp, n_full: UOp, tiles: int) -> Callable[[UOp], UOp]:
   """Order tiles from `begin` on such that the `n_full` full ones, which start at `full_begin`, come first.
@@ -95,18 +76,18 @@ def full_then_masked(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
   Returns:
     For each loop that may run: its first position, its number of trips, and whether its tiles need a mask.
   """
-  return _that_run((begin, n_full - begin, False), (n_full, n_tiles - n_full, True))
+  return that_run((begin, n_full - begin, False), (n_full, n_tiles - n_full, True))
 
 
 def masked_then_full(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, UOp, bool]]:
   """The two loops in the other order, where the `n_full` full tiles come last; see `full_then_masked`."""
-  return _that_run((begin, n_tiles - begin - n_full, True), (n_tiles - n_full, n_full, False))
+  return that_run((begin, n_tiles - begin - n_full, True), (n_tiles - n_full, n_full, False))
 
 
-def _that_run(*both: tuple[UOp, UOp, bool]) -> list[tuple[UOp, UOp, bool]]:
-  # tinygrad misplaces the body of a loop that has no trips.
-  loops = [(first, trips.simplify(), masked) for first, trips, masked in both]
-  return [(first, blurred(trips), masked) for first, trips, masked in loops if trips.vmax > 0]
+def that_run(*loops: tuple[UOp, UOp, bool]) -> list[tuple[UOp, UOp, bool]]:
+  """Those loops that may run, of those given: tinygrad misplaces the body of a loop without trips."""
+  simplified = [(first, trips.simplify(), masked) for first, trips, masked in loops]
+  return [(first, blurred(trips), masked) for first, trips, masked in simplified if trips.vmax > 0]
 
 
 def blurred(trips: UOp) -> UOp:

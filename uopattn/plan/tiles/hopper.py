@@ -286,7 +286,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
 
 
 def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
-  """Yield tiles for all kernels of the pass, then those with the last keys first, and with fewer or more stages.
+  """Yield tiles for all kernels of the pass, then those for another order of keys, and with fewer or more stages.
 
   Raises:
     ValueError: another architecture; head sizes that are not multiples of 8, or too large; features for which there are
@@ -309,8 +309,10 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
       f"head sizes {Dk} and {Dv}: that of keys must be at most {most}, and all sums must fit in registers"
     )
   yield best
-  if problem.masks and slices(Dk) > 1 and not best.rest:
-    yield best.from_the_last_keys(problem)
+  first_keys = replace(best, section=Fused.of(problem).section, descending=0)
+  other = first_keys if best.descending else best.from_the_last_keys(problem)
+  if other != best:
+    yield other
   for stages in (1, 3):
     tiles = replace(best, stages=stages)
     if tiles.shared_bytes(Dk, Dv) <= target.lds:
