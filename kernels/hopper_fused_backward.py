@@ -42,18 +42,18 @@ Speed on an H200, bfloat16, N=4096: 560 TFLOP/s at D=128, causal 521, with four 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import LOG2E, Scope, clamp, gated, sizes
+from uopattn.dsl import LOG2E, Scope, gated, sizes
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.nvidia import gradient_pipeline, wgmma
-from uopattn.dsl.nvidia.gradient_mainloop import BLOCK, SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
-from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, QueryTiles
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.gradient_mainloop import SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
+from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
+from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, KeyBlocks
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
@@ -206,10 +206,11 @@ class Tiles:
     row_tiles = 2 if max(p.Dk, p.Dv) <= SLICE and p.light_on_registers else 1
     return cls(row_tiles=row_tiles, section=section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks)))
 
-  def scheduler(self, kv_heads: int, N: int) -> TileScheduler:
-    """The order of the blocks of keys, which `block_of_keys` takes backwards."""
+  def key_blocks(self, kv_heads: int, N: int) -> KeyBlocks:
+    """The blocks of keys, in the order in which they begin."""
     blocks = ceildiv(N, self.rows)
-    return TileScheduler(kv_heads, blocks, self.section, True, kv_heads * blocks)
+    scheduler = TileScheduler(kv_heads, blocks, self.section, True, kv_heads * blocks)
+    return KeyBlocks(scheduler, self.rows, self.descending, self.rest, self.parts)
 
 
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
@@ -327,8 +328,8 @@ def add_parts(dk: UOp, dv: UOp, dk_parts: UOp, dv_parts: UOp, *, tiles: Tiles, s
     scale: factor of the sums for dK.
   """
   (kv_heads, N, Dk), (*_, Dv) = sizes(dk), sizes(dv)
-  group, scheduler = Workgroup(Scope(), tiles.rest, tiles.rows, WARPS, WARP), tiles.scheduler(kv_heads, N)
-  head, block, _ = block_of_keys(scheduler, tiles, scheduler.workgroups - tiles.rest + group.head)
+  group = Workgroup(Scope(), tiles.rest, tiles.rows, WARPS, WARP)
+  head, block = tiles.key_blocks(kv_heads, N).shared(group.head)
   row, stores = block * tiles.rows + group.block, []
   for out, parts, D, factor in ((dk, dk_parts, Dk, scale), (dv, dv_parts, Dv, 1.0)):
     for first in range(0, D, THREADS):
@@ -372,14 +373,13 @@ def backward(
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  n_tiles, scheduler = sizes(row_stats)[1], tiles.scheduler(kv_heads, N)
-  blocks = scheduler.workgroups + tiles.rest * (tiles.parts - 1)
-  s = Scope()
+  n_tiles, key_blocks = sizes(row_stats)[1], tiles.key_blocks(kv_heads, N)
+  s, blocks = Scope(), key_blocks.count
   workgroups = min(blocks, tiles.multiprocessors) if tiles.persistent else blocks
   group = Workgroup(s, 1, workgroups, tiles.threads // WARP, WARP)
 
   def block_of(number: UOp) -> KeyBlock:
-    return KeyBlock.of(number, scheduler, tiles, rules)
+    return key_blocks.at(number, rules)
 
   def views(kv_head: UOp, head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, kv_head, UOp.const(N)) for x in (k, v))
@@ -419,75 +419,6 @@ def backward(
     stores += store(dk, dk_parts, keys, of_dk, rules.scale) + store(dv, dv_parts, keys, of_dv, 1.0)
   ended = trip.end(of_keys.queries, *stores)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
-
-
-def block_of_keys(scheduler: TileScheduler, tiles: Tiles, item: UOp) -> tuple[UOp, UOp, UOp]:
-  """The head and the number of the `item`-th block of keys to start, and how many of the head's start before it."""
-  head, backwards = scheduler.work_tile(item, UOp.const(0))
-  turn = scheduler.blocks - 1 - backwards
-  return head, (head < tiles.descending).where(backwards, turn), turn
-
-
-def queries_of_keys(rules: Rules, kv_head: UOp, key: UOp, keys: int, descends: UOp) -> QueryTiles:
-  """The tiles of queries that see any of the keys from `key` on, from the first one on if the head descends.
-
-  Else they are from the last one back. In both orders each block of the head reaches a tile after those before it.
-  """
-  head = kv_head * rules.heads_per_key_head
-  of_head, padded = rules.at(head), not rules.moves  # with the infinite LSE of queries past the last, weights are 0
-  seen, begin = of_head.query_range(key, keys, BLOCK, padded), of_head.first_tile(key, BLOCK)
-  first = descends.where(begin, begin + seen.n_tiles - 1)
-  # Masks are for the first of all tiles, and for the last if M ends in it and it is not padded.
-  ends = UOp.const(int(rules.M % BLOCK > 0 and not padded))
-  masked = descends.where(seen.n_tiles - seen.n_full - ends, ends)
-
-  def tile(position: UOp) -> UOp:
-    at = first + descends.where(UOp.const(1), -1) * position
-    return clamp(at, 0, ceildiv(rules.M, BLOCK) - 1)  # as tinygrad does not know that it is
-
-  return QueryTiles(rules.heads_per_key_head, head, tile, (masked, masked + seen.n_full), seen.n_tiles)
-
-
-class Part(NamedTuple):
-  """The part of a block of keys that a workgroup has.
-
-  Attributes:
-    exists: whether the workgroup shares its block.
-    number: of the part among those of all blocks that are shared.
-  """
-
-  exists: UOp
-  number: UOp
-
-
-@dataclass(frozen=True, eq=False)
-class KeyBlock(gradient_pipeline.KeyBlock):
-  """A block of keys, or a part of the work on one of the last.
-
-  Attributes:
-    part: which part; None if no blocks are shared.
-  """
-
-  part: Part | None
-
-  @classmethod
-  def of(cls, number: UOp, scheduler: TileScheduler, tiles: Tiles, rules: Rules) -> "KeyBlock":
-    """The block, or the part of one, that is the `number`-th to start."""
-    whole, part = scheduler.workgroups - tiles.rest, None
-    if tiles.rest:
-      part = Part(number >= whole, clamp(number - whole, 0, tiles.rest * tiles.parts - 1))
-      number = part.exists.where(whole + part.number // tiles.parts, number)
-      number = clamp(number, 0, scheduler.workgroups - 1)
-    kv_head, block, turn = block_of_keys(scheduler, tiles, number)
-    key, descends = block * tiles.rows, kv_head < tiles.descending
-    queries = queries_of_keys(rules, kv_head, key, tiles.rows, descends)
-    if part is not None:
-      queries = queries.part(part.number % tiles.parts, tiles.parts, part.exists)
-
-    def first_of(tile: UOp) -> UOp:
-      return turn.eq(0) | (descends & (tile < rules.at(queries.first).first_tile(key + tiles.rows, BLOCK)))
-
-    return cls(kv_head, block, turn, first_of, queries, part)
 
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), 2, BLOCK), in_float32, scratch=True)

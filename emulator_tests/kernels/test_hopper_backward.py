@@ -18,14 +18,14 @@ from tinygrad import Tensor, UOp
 import uopattn.emulator as emulator
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import tma, wgmma
-from uopattn.dsl.nvidia.gradient_pipeline import QueryTiles
+from uopattn.dsl.nvidia.key_blocks import KeyBlock, KeyBlocks, QueryTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
 from uopattn.emulator.tracks import ORDERS, ordered
 from uopattn.kernels import hopper_fused_backward
-from uopattn.kernels.hopper_fused_backward import KeyBlock, Tiles, section
+from uopattn.kernels.hopper_fused_backward import Tiles, section
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.tiles import hopper
 from uopattn.runtime.cuda import shared_offsets
@@ -292,7 +292,7 @@ WHOLE = "4 5 | |; 2 3 | 4 5 |; 0 1 | 2 3 4 5 |; | 5 4 3 2 | 1 0; | 5 4 | 3 2; | 
 def test_blocks_of_a_head_reach_each_tile_in_turn(M: int, rules: dict[str, Any], expected: str) -> None:
   """Of two heads, the first of which has its last keys first. Each block comes to a tile after those before it."""
   tiles, of_all = Tiles(descending=1, persistent=True), Rules(M, 384, 2, **rules)
-  blocks = [KeyBlock.of(UOp.const(i), tiles.scheduler(2, 384), tiles, of_all) for i in range(6)]
+  blocks = [tiles.key_blocks(2, 384).at(UOp.const(i), of_all) for i in range(6)]
   assert "; ".join(shown(x.queries) for x in blocks) == expected
   assert [x.turn.simplify().arg for x in blocks] == [0, 1, 2] * 2
 
@@ -363,13 +363,13 @@ def test_the_last_keys_first_with_a_score_mod() -> None:
 
 def test_tiles_that_only_the_first_block_may_open_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
   """From the last keys on, the first block of a head adds to few tiles, and others to tiles to which none has yet."""
-  right = KeyBlock.of.__func__
+  right = KeyBlocks.at
 
   def wrong(*of: Any) -> KeyBlock:
     block = right(*of)
     return replace(block, first_of=lambda tile: block.turn.eq(0))
 
-  monkeypatch.setattr(KeyBlock, "of", classmethod(wrong))
+  monkeypatch.setattr(KeyBlocks, "at", wrong)
   compiled.cache_clear()
   with FUSED.device(), pytest.raises(emulator.KernelError, match="kernel attention_backward_2_2"):
     case_of(*DESCENDING["whole tiles"][:2], descending=1, persistent=True).run()

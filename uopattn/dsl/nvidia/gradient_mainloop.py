@@ -27,7 +27,8 @@ from uopattn.dsl.gpu.backward_mainloop import Elements, dropped, score_vjp, weig
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, KeyBlock, Operands, QueryTiles
+from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, Operands
+from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, QueryTiles
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, WARP
 from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -38,7 +39,6 @@ from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope, sizes
 
-BLOCK = 64  # queries per tile
 SLICE = 64  # columns of dQ that a warpgroup computes
 WARPGROUPS = 2  # that compute
 LSE, DELTA = range(2)  # of each query, as they come with Q

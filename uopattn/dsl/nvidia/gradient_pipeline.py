@@ -21,88 +21,16 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
+from uopattn.dsl.nvidia.key_blocks import KeyBlock, QueryTiles
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter, loop, room_for, specialize
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.tile_range import blurred, that_run
+from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope, clamp
 
 SMALL, LARGE = 128, 1024  # bytes of shared memory in whose multiples barriers, and what is as large, are placed
-
-
-@dataclass(frozen=True, eq=False)
-class QueryTiles:
-  """The tiles of queries that see a workgroup's keys, of all query heads that share them.
-
-  All heads of a tile are processed before the next tile. Workgroups add to dQ in the order of their keys; one whose
-  keys few queries see would otherwise wait at each head for those that have more tiles.
-
-  Attributes:
-    heads: number of query heads.
-    first: the first of them.
-    tile: maps a position in the order in which the tiles of a head are processed to a tile.
-    full: those positions, from the first on and before the second, at which tiles need no mask.
-    end: the number of tiles of a head.
-  """
-
-  heads: int
-  first: UOp
-  tile: Callable[[UOp], UOp]
-  full: tuple[UOp, UOp]
-  end: UOp
-
-  @property
-  def n_tiles(self) -> UOp:
-    """The number of tiles of all heads."""
-    return self.end * self.heads
-
-  def loops(self) -> list[tuple[UOp, UOp, bool]]:
-    """The loops over them: the first position, the number of trips, and whether tiles need a mask."""
-    begin, end = (x * self.heads for x in self.full)
-    return that_run((UOp.const(0), begin, True), (begin, end - begin, False), (end, self.n_tiles - end, True))
-
-  def at(self, position: UOp) -> tuple[UOp, UOp]:
-    """The query head, and its tile, at a position below `n_tiles`."""
-    return self.first + position % self.heads, self.tile(position // self.heads)
-
-  def part(self, i: UOp, parts: int, when: UOp) -> "QueryTiles":
-    """Every `parts`-th tile of each head from position `i` on, where `when` is true; else all.
-
-    So blocks that begin with the same tiles have the same tiles in common with each part of another.
-    """
-
-    def count(tiles: UOp) -> UOp:
-      return when.where(tiles // parts + (i < tiles % parts).where(UOp.const(1), 0), tiles)
-
-    first, step = when.where(i, 0), when.where(UOp.const(parts), 1)
-    begin, end = self.full
-    return replace(
-      self,
-      tile=lambda position: self.tile(first + position * step),
-      full=(count(begin), count(end)),
-      end=count(self.end),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class KeyBlock:
-  """A block of keys, or a part of the work on one.
-
-  Attributes:
-    head: its key head.
-    block: its number within the head.
-    turn: the number of the head's blocks that are added to dQ before it.
-    first_of: (tile of queries) -> whether none of these adds to that tile.
-    queries: the tiles of queries.
-  """
-
-  head: UOp
-  block: UOp
-  turn: UOp
-  first_of: Callable[[UOp], UOp]
-  queries: QueryTiles
 
 
 class Operands(NamedTuple):
