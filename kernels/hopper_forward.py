@@ -37,6 +37,9 @@ so has a mask in any case. Under a causal mask each warpgroup has its own `Walk`
 sees, it only passes the ping-pong barrier. Blocks of queries are counted from the last query back, so that the block
 that is not full is the one with the fewest keys.
 
+If there are few blocks of queries for many keys, the keys can be split as in `cuda_forward`; the full tiles of a split
+then come first. Tuning tries that.
+
 In 8 bits, at head sizes up to 128, a producer is required. Its warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
 `cuda_forward`. The tensor cores keep only 14 bits of each term (`uopattn.emulator.warpgroup.cut_product`), so P V of
@@ -72,7 +75,7 @@ from uopattn.dsl.nvidia.wgmma_mainloop import OverlappedMainloop, PingPong, Sepa
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import full_then_masked, masked_then_full
-from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule, splits_on_gpu
 from uopattn.dsl.scope import clamp
 from uopattn.dsl.target import Target
 
@@ -135,6 +138,10 @@ class Tiles:
   def threads(self) -> int:
     return (self.warpgroups + self.producer) * THREADS
 
+  def resident(self, problem: Problem, target: Target) -> int:
+    """Workgroups per multiprocessor at once, as limited by shared memory; one with a producer, for its registers."""
+    return 1 if self.producer else max(1, target.lds // self.shared_bytes(problem.Dk, problem.Dv))
+
   @property
   def p_words(self) -> int:
     """32-bit words of P of a tile per lane: two rows."""
@@ -174,34 +181,37 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype.
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
     q: (heads, M, Dk), float16 or bfloat16, Dk a multiple of 8; or fp8e4m3 or fp8e5m2, Dk a multiple of 16.
     k, v: keys and values, as `rules` finds them; Dv a multiple of 8, or of 16.
-    lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
+    lse: (heads, M), or (heads * splits, M, 2), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
 
   Raises:
     ValueError: `Tiles.step` is for elements of another size; tensor maps cannot describe rows of 8-bit elements.
   """
-  (heads, M, Dk), Dv = sizes(q), sizes(o)[2]
-  s = Scope()
+  (heads, M, Dk), (results, _, Dv) = sizes(q), sizes(o)
+  s, splits = Scope(), results // heads
   tiles = _served_tiles(tiles, q, k, v, rules)
-  cached = max(1, L2_BYTES * rules.group // (q.dtype.itemsize * rules.N * (Dk + Dv)))
+  cached = max(1, L2_BYTES * rules.group * splits // (q.dtype.itemsize * rules.N * (Dk + Dv)))
   blocks = ceildiv(M, tiles.block_m)
-  scheduler = TileScheduler.of(heads, blocks, cached, rules.longest_last, tiles.multiprocessors, tiles.persistent)
+  scheduler = TileScheduler.of(results, blocks, cached, rules.longest_last, tiles.multiprocessors, tiles.persistent)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
-  trips, order = scheduler.trips(group.item).simplify(), Order.of(rules, tiles)
+  trips, order = scheduler.trips(group.item).simplify(), Order.of(rules, tiles, splits)
   diverges = order is Order.DIAGONAL_FIRST
   # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
   before = (blocks * tiles.block_m - M) // wgmma.M * wgmma.M if diverges else 0
 
   def work_tile(trip: UOp) -> WorkTile:
-    head, block = scheduler.work_tile(group.item, trip)
+    result, block = scheduler.work_tile(group.item, trip)
+    head, split = result // splits, result % splits
     head_rules, row = rules.at(head), block * tiles.block_m - before
     key_range = head_rules.key_range(row, tiles.block_m, tiles.block_n)
+    if splits > 1:
+      key_range = key_range.split(split, splits).never_empty(ceildiv(rules.N, tiles.block_n))
     key_range = key_range.full_backwards() if order is Order.FULL_FIRST else key_range.last_first()
-    return WorkTile(block, _views(q, k, v, head, rules), key_range, head, row, head_rules, order)
+    return WorkTile(block, _views(q, k, v, head, rules), key_range, result, row, head_rules, order)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
   pipeline: TensorPipeline | CopyPipeline
@@ -222,9 +232,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   main = mainloop(s, group, q.dtype, trip, scores, rows, *attended, ping_pong=ping_pong, q_words=q_words)
   state = State.make(s, tiles.p_words, round_up(Dv, 16), group.item, trip.entry, separate_pv=eight, lags=eight)
   state = main.run(mine.walk(M, tiles, group.warp), state, trip.entry)
-  stores = main.epilogue(o, lse, mine.head, state.acc, state.m_i, loaded(state.l_i))
+  stores = main.epilogue(o, lse, mine.result, state.acc, state.m_i, loaded(state.l_i), pairs=splits > 1 and not eight)
   stores = trip.end(mine.key_range.n_tiles, stores)
-  return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+  return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def _served_tiles(tiles: Tiles, q: UOp, k: UOp, v: UOp, rules: Rules) -> Tiles:
@@ -245,9 +255,9 @@ class Order(Enum):
   DIAGONAL_FIRST = "from the last tile back that one of the warpgroup's own queries sees"
 
   @classmethod
-  def of(cls, rules: Rules, tiles: Tiles) -> "Order":
+  def of(cls, rules: Rules, tiles: Tiles, splits: int) -> "Order":
     """Choose the order. Without masks a loop over a tile that is not full would spill."""
-    if not tiles.producer:
+    if not tiles.producer or splits > 1:
       return cls.FULL_FIRST
     if rules.at(UOp.const(0)).is_prefix:
       return cls.DIAGONAL_FIRST
@@ -261,11 +271,12 @@ class WorkTile(tensor_pipeline.WorkTile):
   """A block of queries of one head, with its keys.
 
   Attributes:
+    result: its head of the output; one for each split of the keys.
     row: its first query; below 0 where a block has warpgroups without queries.
     order: the order of its tiles.
   """
 
-  head: UOp
+  result: UOp
   row: UOp
   rules: HeadRules
   order: Order
@@ -322,6 +333,7 @@ SCHEDULE = Schedule(
   kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   unsupported=("scales",),
+  split=splits_on_gpu,
   cuts=True,
   preferred=lambda problem, target: not problem.is_decode and serves(problem, target),
 )

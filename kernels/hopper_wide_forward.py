@@ -156,17 +156,7 @@ def split_of_keys(
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
   rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  return group, head_rules, never_empty(key_range, ceildiv(rules.N, block_n)), rows
-
-
-def never_empty(key_range: TileRange, beyond: int) -> TileRange:
-  """Give an empty split one tile, number `beyond`, none of whose keys exist."""
-  n_full, n_tiles, tile = key_range.n_full, key_range.n_tiles, key_range.tile
-  if n_tiles.vmin > 0:
-    return key_range
-  if n_full is n_tiles:  # all tiles are full, and at least as many as splits
-    return TileRange(n_full.maximum(1), n_full.maximum(1), tile)
-  return TileRange(n_full, n_tiles.maximum(1), lambda position: (n_tiles > 0).where(tile(position), beyond))
+  return group, head_rules, key_range.never_empty(ceildiv(rules.N, block_n)), rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,29 +14,34 @@ from tinygrad import Device, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.schedule import DTYPES_8
+from uopattn.dsl.target import Target
 from uopattn.kernels import combine
-from uopattn.plan.dispatch import dispatch
+from uopattn.kernels.hopper_forward import Tiles
+from uopattn.plan.dispatch import candidates, dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.spec import make_spec
+from uopattn.spec.spec import AttentionSpec, make_spec
 
 ARCHS = ("gfx1100", "gfx1201", "gfx942", "sm_80")
 PLAIN: Shape = (1, 6, 2, 1, 210, 16, 16)
 FEW: Shape = (2, 4, 2, 3, 150, 16, 24)
 
 
-def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any = dtypes.float16) -> None:
+def split(
+  shape: Shape, splits: int, options: Options | None = None, dtype: Any = dtypes.float16, tiles: Any = None
+) -> None:
   """Runs an attention on the default device with so many splits, and checks it."""
   q, k, v = inputs(*shape, dtype)
   given = as_given(options or {}, Device.DEFAULT)
   arguments = Arguments(enable_gqa=True, return_lse=True, **given)
   spec = make_spec(q, k, v, arguments)
-  launch = dispatch(spec, target_of("EMU"))
+  launch = dispatch(spec, target_of("EMU"), tiles)
   out, lse = forward(replace(launch, splits=splits), q, k, v, arguments=arguments)
   assert lse is not None
   Tensor.realize(out, lse)
-  check(q, k, v, out, lse, **(options or {}))
+  check(q, k, v, out, lse, cut=launch.schedule.cuts and dtype in DTYPES_8, **(options or {}))
 
 
 @pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))
@@ -47,6 +52,65 @@ def test_parts(arch: str, splits: int) -> None:
   """Up to more splits than there are tiles of keys."""
   with on(arch):
     split(PLAIN, splits)
+
+
+MANY: Shape = (2, 4, 2, 150, 90, 32, 16)
+CHOSEN: dict[str, Options] = {
+  "no mask": {},
+  "causal": {"is_causal": True, "q_start": np.array([-20, 60])},
+  "window": {"window": (20, 5), "q_start": np.array([0, 60])},
+  "a score function": {"is_causal": True, "score_mod": lambda s, b, h, i, j: s * 0.5 + i},
+  "lengths": {"kv_lengths": np.array([3, 90])},
+}
+
+
+@pytest.mark.kinds(arch=("gfx942", "sm_80"))
+@pytest.mark.each("arch", "name", evenly=True)
+@pytest.mark.parametrize("arch", [*ARCHS, "apple9"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_more_than_a_few_queries(arch: str, name: str) -> None:
+  with on(arch):
+    split((2, 4, 2, 20, 90, 16, 24), 3, CHOSEN[name])
+
+
+PRODUCER = Tiles(2, 16, 2, producer=True)
+HOPPER = {
+  "a producer": PRODUCER,
+  "persistent": replace(PRODUCER, persistent=True),
+  "in registers": replace(PRODUCER, persistent=True, q_stages=2, in_registers=True),
+  "copied": Tiles(2, 16, 2),
+}
+
+
+@pytest.mark.each("tiles", "name", "splits", evenly=True)
+@pytest.mark.parametrize("tiles", HOPPER)
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("splits", [2, 3, 9])
+def test_hopper(tiles: str, name: str, splits: int) -> None:
+  with on("sm_90"):
+    split(MANY, splits, CHOSEN[name], tiles=HOPPER[tiles])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_hopper_in_8_bits(is_causal: bool) -> None:
+  with on("sm_90"):
+    split((1, *MANY[1:]), 3, {"is_causal": is_causal}, dtypes.fp8e4m3, Tiles(2, 32, 2, producer=True, step=32))
+
+
+@pytest.mark.parametrize(
+  ("target", "M", "N", "expected"),
+  [
+    (Target("CUDA", "sm_90"), 64, 8192, {1, 8, 16, 32}),
+    (Target("CUDA", "sm_90"), 4096, 4096, {1}),  # as many blocks as multiprocessors
+    (Target("AMD", "gfx942"), 64, 8192, {1, 16, 32, 64}),
+    (Target("CPU", "x86_64,native", threads=64), 64, 8192, {1}),
+  ],
+)
+def test_tuning_tries_splits_where_blocks_of_queries_are_few(
+  target: Target, M: int, N: int, expected: set[int]
+) -> None:
+  spec = AttentionSpec(1, 8, 8, M, N, 128, 128, dtypes.bfloat16, 0.1)
+  assert {x.splits for x in candidates(spec, target)} == expected
 
 
 @pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))

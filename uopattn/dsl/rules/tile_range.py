@@ -54,6 +54,15 @@ class TileRange:
     n_full = clamp(self.n_full - begin, 0, n_tiles) if self.n_full.vmax > 0 else self.n_full
     return TileRange(n_full, n_tiles, tile)
 
+  def never_empty(self, beyond: int) -> "TileRange":
+    """These tiles, or if a split has none, one tile: number `beyond`, none of whose keys exist."""
+    n_full, n_tiles = self.n_full, self.n_tiles
+    if n_tiles.vmin > 0:
+      return self
+    if n_full is n_tiles:  # all tiles are full, and at least as many as splits
+      return replace(self, n_full=n_full.maximum(1), n_tiles=n_full.maximum(1))
+    return TileRange(n_full, n_tiles.maximum(1), lambda position: (n_tiles > 0).where(self.tile(position), beyond))
+
 
 def full_first(begin: UOp, full_begin: UOp, n_full: UOp, tiles: int) -> Callable[[UOp], UOp]:
   """Order tiles from `begin` on such that the `n_full` full ones, which start at `full_begin`, come first.
