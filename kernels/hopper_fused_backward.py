@@ -36,7 +36,8 @@ blocks are shared and N is no multiple of 128. At D=64 it spills up to 36 bytes 
 M is no multiple of 64 besides.
 
 Speed on an H200, bfloat16, N=4096: 560 TFLOP/s at D=128, causal 521, with four query heads per key head 569 and 502;
-498 at D=64, causal 444. scripts/results/KERNELS.md has more.
+498 at D=64, causal 444. That was before the fence of dQ went to the warp that adds, which is 1.00 to 1.02 times as
+fast. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

@@ -9,6 +9,7 @@ from helpers import check, drawn, inputs, on, placed
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_features import FEATURES, Options, Shape, as_given, some
+from test_hopper import IN_REGISTERS, PERSISTENT, PRODUCER
 from tinygrad import Device, Tensor, UOp, dtypes
 
 import uopattn.emulator as emulator
@@ -73,13 +74,7 @@ def test_more_than_a_few_queries(arch: str, name: str) -> None:
     split((2, 4, 2, 20, 90, 16, 24), 3, CHOSEN[name])
 
 
-PRODUCER = Tiles(2, 16, 2, producer=True)
-HOPPER = {
-  "a producer": PRODUCER,
-  "persistent": replace(PRODUCER, persistent=True),
-  "in registers": replace(PRODUCER, persistent=True, q_stages=2, in_registers=True),
-  "copied": Tiles(2, 16, 2),
-}
+HOPPER = {"a producer": PRODUCER, "persistent": PERSISTENT, "in registers": IN_REGISTERS, "copied": Tiles(2, 16, 2)}
 
 
 @pytest.mark.each("tiles", "name", "splits", evenly=True)

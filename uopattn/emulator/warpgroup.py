@@ -269,6 +269,7 @@ def _lanes_of(run: Run, groups: np.ndarray) -> np.ndarray:
 
 def fence_proxy_async(run: Run, u: UOp) -> None:
   """Make writes to LDS visible to asynchronous hardware: those of the active lanes, and others that they know of."""
+  lanes = run.active()
   for memory in run.memory:
     if isinstance(memory, LDS):
-      memory.fence(run.active())
+      memory.fence(lanes)

@@ -193,9 +193,9 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
         launches.append(launches_of(schedule, spec, target, tiles)[-1])
       except NoKernel:  # not for this case
         continue
-  # Where so few blocks of more queries do not fill a GPU that splits of the keys would, only measuring tells.
-  may_split = not spec.is_decode and target.device != "CPU"
-  splits = first.schedule.split(spec.packed(first.pack_gqa), target, first.tiles) if may_split else first.splits
+  splits = first.splits
+  if not spec.is_decode and target.device != "CPU":  # splits may fill a GPU that few blocks of queries do not
+    splits = first.schedule.split(spec.packed(first.pack_gqa), target, first.tiles)
   if spec.is_decode or splits > 1:
     most = ceildiv(spec.N, first.kernel.block(first.tiles)[1])
     launches += [replace(first, splits=x) for x in (1, splits // 2, splits, splits * 2) if 1 <= x <= most]
