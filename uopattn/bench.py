@@ -77,6 +77,7 @@ def gpu_rows() -> list[Config]:
   rows += [Config(), Config(b=4, n=4096, d=128, dtype="bfloat16"), *grouped_rows()]
   rows += [Config(b=4, n=4000, d=128), Config(b=4, n=4095, causal=1), Config(b=4, n=4096, d=80)]
   rows += [Config(b=4, n=4096, d=d, causal=causal) for d in (192, 256) for causal in (0, 1)]
+  rows += [Config(hkv=8, m=m, n=16384, d=128) for m in (32, 128)]  # parts of a prompt
   return rows + decode_rows()
 
 

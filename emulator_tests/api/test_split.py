@@ -14,8 +14,9 @@ from tinygrad import Device, Tensor, UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn import attention
+from uopattn.dsl.rules.ranges import Bounds, Window
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_8
+from uopattn.dsl.schedule import DTYPES_8, splits_that_pay
 from uopattn.dsl.target import Target
 from uopattn.kernels import combine
 from uopattn.kernels.hopper_forward import Tiles
@@ -26,6 +27,7 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 
 ARCHS = ("gfx1100", "gfx1201", "gfx942", "sm_80")
+CAUSAL = Window(None, 0)
 PLAIN: Shape = (1, 6, 2, 1, 210, 16, 16)
 FEW: Shape = (2, 4, 2, 3, 150, 16, 24)
 
@@ -95,9 +97,9 @@ def test_hopper_in_8_bits(is_causal: bool) -> None:
 @pytest.mark.parametrize(
   ("target", "M", "N", "expected"),
   [
-    (Target("CUDA", "sm_90"), 64, 8192, {1, 8, 16, 32}),
+    (Target("CUDA", "sm_90"), 64, 8192, {1, 8, 16, 23, 32}),
     (Target("CUDA", "sm_90"), 4096, 4096, {1}),  # as many blocks as multiprocessors
-    (Target("AMD", "gfx942"), 64, 8192, {1, 16, 32, 64}),
+    (Target("AMD", "gfx942"), 64, 8192, {1, 16, 23, 32, 64}),
     (Target("CPU", "x86_64,native", threads=64), 64, 8192, {1}),
   ],
 )
@@ -106,6 +108,63 @@ def test_tuning_tries_splits_where_blocks_of_queries_are_few(
 ) -> None:
   spec = AttentionSpec(1, 8, 8, M, N, 128, 128, dtypes.bfloat16, 0.1)
   assert {x.splits for x in candidates(spec, target)} == expected
+
+
+H200 = Target("CUDA", "sm_90", units=132)
+
+
+@pytest.mark.parametrize(
+  ("heads", "M", "N", "expected", "options"),
+  [
+    ((32, 8), 128, 16384, 4, {}),
+    ((8, 8), 128, 16384, 16, {}),
+    ((8, 8), 256, 2048, 6, {}),
+    ((8, 8), 1024, 1024, 1, {}),  # they would take 1.2 times as long
+    ((8, 8), 64, 512, 1, {}),
+    ((32, 8), 512, 16384, 1, {}),  # as many blocks as multiprocessors
+    ((32, 8), 128, 16384, 1, {"masks": (CAUSAL,)}),  # no query sees more than 128 keys
+    ((32, 8), 128, 16384, 4, {"masks": (CAUSAL,), "q_start": 16256}),
+    ((32, 8), 128, 16384, 4, {"masks": (CAUSAL,), "q_start": None}),  # a Tensor
+    ((8, 8), 64, 65536, 3, {"masks": (Window(1000, 0),), "q_start": 50000}),
+    ((32, 8), 128, 16384, 1, {"features": ("bounds",), "masks": (Bounds(),)}),
+    ((32, 8), 128, 16384, 1, {"features": ("block_mask",), "block_heads": (1, 1)}),
+  ],
+)
+def test_keys_are_split_where_that_pays(
+  heads: tuple[int, int], M: int, N: int, expected: int, options: dict[str, Any]
+) -> None:
+  spec = AttentionSpec(1, *heads, M, N, 128, 128, dtypes.bfloat16, 0.1, **options)
+  assert dispatch(spec, H200).splits == expected
+
+
+def test_a_split_has_some_keys_that_a_query_may_see() -> None:
+  assert splits_that_pay(keys=600, rows=1, most=100) == 2
+  assert splits_that_pay(keys=0, rows=1, most=100) == 1
+
+
+PART: Shape = (2, 2, 1, 40, 1100, 16, 24)  # of a prompt
+OF_PART: dict[str, Options] = {
+  "no mask": {},
+  "causal": {"is_causal": True, "q_start": np.array([500, 1060])},
+  "lengths": {"kv_lengths": np.array([3, 1100]), "softcap": 3.0},
+  "sinks": {"sinks": np.array([2.0, -1], np.float32), "score_mod": lambda s, b, h, i, j: s * 0.5 + i},
+}
+
+
+@pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90"))
+@pytest.mark.each("arch", "name", evenly=True)
+@pytest.mark.parametrize("arch", [*ARCHS, "sm_90", "apple9"])
+@pytest.mark.parametrize("name", OF_PART)
+def test_part_of_a_prompt(arch: str, name: str) -> None:
+  """`attention` splits the keys by itself."""
+  with on(arch):
+    q, k, v = inputs(*PART, dtypes.float16)
+    given = as_given(OF_PART[name], Device.DEFAULT)
+    with emulator.profile() as profile:
+      out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+      Tensor.realize(out, lse)
+    assert any("combine" in kernel for kernel in profile.kernels)
+    check(q, k, v, out, lse, **OF_PART[name])
 
 
 @pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))

@@ -53,6 +53,7 @@ _MATRIX_UNITS = {
 }
 WEBGPU_BYTES, WEBGPU_BUFFERS = 16 << 10, 8  # of local memory, and of a kernel, which every WebGPU device has
 MAX_THREADS = 1024  # per workgroup
+RESERVED = 1 << 10  # bytes of shared memory that a workgroup takes besides its own, on NVIDIA from sm_80 on
 CPU_ARGUMENTS = 62  # buffers and Variables of a call on a CPU, see `uopattn.runtime.threads`
 CPU_STACK = 4 << 20  # bytes of a CPU kernel's storage on the stack, at most; see `uopattn.runtime.threads`
 LINE = 64  # bytes per cache line of a CPU, or a divisor of that

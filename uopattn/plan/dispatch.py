@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from tinygrad import dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule, splits_that_pay
 from uopattn.dsl.target import GENERIC, WITHOUT_MATRIX_UNITS, Target
 from uopattn.kernels import combine, delta, sum_splits
 from uopattn.plan.launch import Launch
@@ -73,6 +73,7 @@ NO_KERNEL: dict[Kind, str] = {
   "bias": "no kernel for gradients of biases",
 }
 MOST = 8  # tiles of a schedule to measure
+BY_TENSORS = {"block_mask", "bounds"}  # features by which Tensors choose the keys of a block of queries
 Chooser = Callable[[AttentionSpec, str, bool], tuple[Launch, ...] | None]  # see `choose_by`
 Guard = Callable[[tuple[Launch, ...], str, bool], str]  # see `guard_by`
 _CHOOSERS: list[Chooser] = []
@@ -193,10 +194,7 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
         launches.append(launches_of(schedule, spec, target, tiles)[-1])
       except NoKernel:  # not for this case
         continue
-  splits = first.splits
-  if not spec.is_decode and target.device != "CPU":  # splits may fill a GPU that few blocks of queries do not
-    splits = first.schedule.split(spec.packed(first.pack_gqa), target, first.tiles)
-  if spec.is_decode or splits > 1:
+  if (splits := _splits(first.schedule, spec, target, first.tiles)) > 1 or spec.is_decode:
     most = ceildiv(spec.N, first.kernel.block(first.tiles)[1])
     launches += [replace(first, splits=x) for x in (1, splits // 2, splits, splits * 2) if 1 <= x <= most]
   return list(dict.fromkeys(launches))
@@ -364,9 +362,10 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
       raise ValueError(
         f"{chosen!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"
       )
-    return Launch(
-      schedule, kernel, spec, chosen, pack_gqa, schedule.split(seen, target, chosen) if spec.is_decode else 1
-    )
+    splits = _splits(schedule, spec, target, chosen)
+    if not spec.is_decode:
+      splits = splits_that_pay(spec.most_keys, spec.heads * spec.M, splits)
+    return Launch(schedule, kernel, spec, chosen, pack_gqa, splits)
 
   try:
     launches = tuple(x for x in map(launch, schedule.kernels) if x.kernel.when(x.tiles))
@@ -374,6 +373,16 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
   except ValueError as error:
     raise NoKernel(f"{schedule.name}: {error}") from error
   return launches
+
+
+def _splits(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any) -> int:
+  """Return how many splits of the keys fill the device.
+
+  For more than a few queries that is 1 on a CPU, and where Tensors choose the keys, which may be few.
+  """
+  if not spec.is_decode and (target.device == "CPU" or not BY_TENSORS.isdisjoint(spec.features)):
+    return 1
+  return schedule.split(spec.packed(schedule.pack_gqa(spec)), target, tiles)
 
 
 def check_arguments(launches: Sequence[Launch], target: Target) -> None:

@@ -142,16 +142,27 @@ class AttentionSpec(Problem):
   @property
   def flops(self) -> int:
     """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
-    pairs = self.M * self.N
-    if isinstance(self.q_start, int) and self.masks:
-      import numpy as np  # slow to import
-
-      at, queries = Positions(self.q_start, self.N), np.arange(self.M)
-      firsts = (x for mask in self.masks if (x := mask.first(at, queries)) is not None)
-      lasts = (x for mask in self.masks if (x := mask.last(at, queries)) is not None)
-      seen = reduce(np.minimum, lasts, self.N - 1) - reduce(np.maximum, firsts, 0) + 1
-      pairs = int(np.maximum(seen, 0).sum())
+    seen = self._keys_seen
+    pairs = self.M * self.N if seen is None else int(seen.sum())
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
+
+  @property
+  def most_keys(self) -> int:
+    """The most keys that a query sees, as far as that is known without Tensors and Variables."""
+    seen = self._keys_seen
+    return self.N if seen is None else int(seen.max())
+
+  @property
+  def _keys_seen(self) -> Any:
+    """The number of keys that each query sees, as an array; None if nothing is masked, or Tensors or Variables say."""
+    if not isinstance(self.q_start, int) or not self.masks or "bounds" in self.features:
+      return None
+    import numpy as np  # slow to import
+
+    at, queries = Positions(self.q_start, self.N), np.arange(self.M)
+    firsts = (x for mask in self.masks if (x := mask.first(at, queries)) is not None)
+    lasts = (x for mask in self.masks if (x := mask.last(at, queries)) is not None)
+    return np.maximum(reduce(np.minimum, lasts, self.N - 1) - reduce(np.maximum, firsts, 0) + 1, 0)
 
 
 def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:

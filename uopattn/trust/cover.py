@@ -24,6 +24,7 @@ PREFILL: tuple[Sizes, ...] = (
   (1, 1, 1, 70, 112, 320, 264),
 )
 SMALL = PREFILL[:4]  # those whose heads all kernels of biases have room for
+SPLIT: Sizes = (1, 4, 2, 40, 1100, 64, 64)  # whose keys GPUs split
 DECODE: tuple[Sizes, ...] = (
   (2, 8, 2, 1, 800, 64, 64),
   (1, 8, 1, 3, 1040, 128, 128),
@@ -94,6 +95,8 @@ def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> It
     for i, features in enumerate(COMBINED[:1] if quick else COMBINED):
       if shift == 0 or i % 2 == shift % 2:  # the first dtype has all of them, each other one a half
         yield made(sizes[(i + shift) % len(sizes)], features)
+  for features in () if backward or quick else ((), ("is_causal", "q_start Tensor", "kv_lengths Tensor")):
+    yield made(SPLIT, features)
   for shape, features in zip(LATENT, () if backward else OF_LATENT, strict=False):
     yield made(shape, features)
   if dtype not in DTYPES_8 and not backward:
