@@ -35,9 +35,8 @@ persistent workgroups spill 20 to 52 bytes under a causal mask, one or two words
 blocks are shared and N is no multiple of 128. At D=64 it spills up to 36 bytes where sections are not equal, and 108 if
 M is no multiple of 64 besides.
 
-Speed on an H200, bfloat16, N=4096: 560 TFLOP/s at D=128, causal 521, with four query heads per key head 569 and 502;
-498 at D=64, causal 444. That was before the fence of dQ went to the warp that adds, which is 1.00 to 1.02 times as
-fast. scripts/results/KERNELS.md has more.
+Speed on an H200, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads per key head 557 and 493;
+510 at D=64, causal 454. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

@@ -103,7 +103,7 @@ _TWO, _GPU, _NEW, _GRADIENTS, _CPU, _AMX = (
   "2026-11-25-cuda-2-h200",
   "2026-11-27-cuda-h200",
   "2026-11-29-cuda-h200",
-  "2026-11-30-cuda-h200-backward",
+  "2026-11-30-cuda-h200-backward-fence",
   "2026-11-22-cpu-epyc-zen5",
   "2026-11-25-cpu-xeon-amx",
 )
@@ -112,7 +112,7 @@ CASES = (
   Case(f"{_NEW}.json", "4 32 4096 128", "bfloat16", "forward, D=128", _H200),
   Case(f"{_NEW}.json", "4 32 4096 128", "bfloat16, causal", "causal, D=128", _H200),
   Case(f"{_GPU}.json", "4 32 4096 256", "bfloat16, causal", "causal, D=256", _H200),
-  Case(f"{_NEW}-backward.json", "4 32 4096 64", "bfloat16, gradients", "backward, D=64", _H200),
+  Case(f"{_GRADIENTS}.json", "4 32 4096 64", "bfloat16, gradients", "backward, D=64", _H200),
   Case(f"{_GRADIENTS}.json", "4 32 4096 128", "bfloat16, gradients", "backward, D=128", _H200),
   Case(f"{_GRADIENTS}.json", "4 32 4096 128", "bfloat16, causal, gradients", "backward, causal, D=128", _H200),
   Case(f"{_GPU}.json", "16 32/8 1×8192 128", "bfloat16", "decode, 8192 keys, B=16", _H200),

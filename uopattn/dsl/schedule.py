@@ -22,7 +22,7 @@ DTYPES_8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
 DTYPES_16_32 = (dtypes.float32, *DTYPES_16)
 DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
-FEW = 16  # the most queries for which GQA heads are packed and the keys are split so as to fill the machine
+FEW = 16  # the most queries for which GQA heads are packed, and the keys split such that they fill the machine
 LEAST_KEYS = 256  # per split of the keys, on a GPU
 # What combining splits takes, for each row of each split and besides, in keys that a workgroup could process meanwhile:
 # 0.3 ns and 2.3 us, at 9 ns per key (H200, 2026-11-30).

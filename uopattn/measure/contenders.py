@@ -163,7 +163,7 @@ class FlashAttention(NamedTuple):
 
 
 FLASH_ATTENTION = {
-  "fa3": FlashAttention("fa3-fwd", "fa3_fwd_interface", ("forward",), {}),
+  "fa3": FlashAttention("fa3-fwd", "fa3_fwd_interface", ("forward",), {"num_splits": 0}),  # as many as it finds best
   "fa4": FlashAttention("flash-attn-4", "flash_attn.cute", ("forward", "backward"), {}),
   "fa4-deterministic": FlashAttention("flash-attn-4", "flash_attn.cute", ("backward",), {"deterministic": True}),
 }
