@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import dispatch, dispatch_backward, stages
@@ -13,8 +13,11 @@ NAMES = {"dq": "dQ", "dk_dv": "dK dV", "dk": "dK", "dv": "dV"}  # of kernels, by
 
 
 def kernels_of(spec: AttentionSpec, target: Target, backward: bool) -> list[tuple[str, Launch]]:
-  """Return the kernels of a pass that compute scores, by name. Raises NoKernel."""
-  launches = dispatch_backward(spec, target) if backward else stages(dispatch(spec, target))
+  """Return the kernels of a pass that compute scores, by name. Raises NoKernel.
+
+  Their heads may be few, so keys are not split, as they are not in what they stand for.
+  """
+  launches = dispatch_backward(spec, target) if backward else stages(replace(dispatch(spec, target), splits=1))
   whole = "dQ dK dV" if backward else "fwd"
   return [(NAMES.get(x.kernel.gradients, whole), x) for x in launches if x.kernel.has_scores]
 

@@ -195,13 +195,21 @@ def test_parts_without_keys(arch: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["gfx942", "sm_80", *(pytest.param(x, marks=pytest.mark.slowest) for x in ARCHS[:2])])
+@pytest.mark.parametrize(
+  "arch", ["gfx942", "sm_80", "sm_90", *(pytest.param(x, marks=pytest.mark.slowest) for x in (*ARCHS[:2], "apple9"))]
+)
 @drawn(0)
-@given(names=st.sets(st.sampled_from(FEATURES), min_size=1), seed=st.integers(0, 1000), splits=st.integers(2, 9))
-@example(names={"is_causal", "kv_lengths", "q_start", "score_mod", "sinks", "window"}, seed=3, splits=3)
-def test_any_of_them_together(arch: str, names: set[str], seed: int, splits: int) -> None:
+@given(
+  shape=st.sampled_from((FEW, MANY)),
+  names=st.sets(st.sampled_from(FEATURES), min_size=1),
+  seed=st.integers(0, 1000),
+  splits=st.integers(2, 9),
+)
+@example(shape=FEW, names={"is_causal", "kv_lengths", "q_start", "score_mod", "sinks", "window"}, seed=3, splits=3)
+@example(shape=MANY, names={"is_causal", "kv_lengths", "q_start", "score_mod", "sinks", "window"}, seed=3, splits=3)
+def test_any_of_them_together(arch: str, shape: Shape, names: set[str], seed: int, splits: int) -> None:
   with on(arch):
-    split(FEW, splits, some(np.random.default_rng(seed), FEW, *sorted(names)))
+    split(shape, splits, some(np.random.default_rng(seed), shape, *sorted(names)))
 
 
 @pytest.mark.kinds(arch=("sm_80",))

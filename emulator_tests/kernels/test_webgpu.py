@@ -81,6 +81,14 @@ def test_variables_are_numbered_after_the_buffers() -> None:
   assert slots == set(range(len(launch.buffers()) + 1))
 
 
+def test_keys_are_split_if_the_buffers_are_enough() -> None:
+  """To combine splits takes two more than one kernel."""
+  aux = tuple(Input("aux", (4,), dtypes.float) for _ in range(4))
+  spec = AttentionSpec(1, 1, 1, 40, 4096, 16, 16, dtypes.float, 0.25, inputs=aux)
+  assert dispatch(spec, replace(TARGET, buffers=10)).splits > 1
+  assert dispatch(spec, replace(TARGET, buffers=9)).splits == 1
+
+
 def test_more_buffers_than_a_kernel_may_take() -> None:
   aux = tuple(Input("aux", (4,), dtypes.float) for _ in range(7))
   spec = AttentionSpec(1, 2, 2, 64, 64, 16, 16, dtypes.float, 0.25)

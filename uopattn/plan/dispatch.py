@@ -369,7 +369,10 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
 
   try:
     launches = tuple(x for x in map(launch, schedule.kernels) if x.kernel.when(x.tiles))
-    check_arguments(launches, target)
+    if too_many_arguments(launches, target):
+      launches = tuple(replace(x, splits=1) for x in launches)  # combining them takes more
+    if too_many := too_many_arguments(launches, target):
+      raise ValueError(too_many)
   except ValueError as error:
     raise NoKernel(f"{schedule.name}: {error}") from error
   return launches
@@ -385,17 +388,18 @@ def _splits(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any)
   return schedule.split(spec.packed(schedule.pack_gqa(spec)), target, tiles)
 
 
-def check_arguments(launches: Sequence[Launch], target: Target) -> None:
-  """Raise ValueError if a call would have more arguments than it may have; see `Target.most_arguments`."""
+def too_many_arguments(launches: Sequence[Launch], target: Target) -> str:
+  """Return why a call would have more arguments than it may have; "" if not. See `Target.most_arguments`."""
   if (most := target.most_arguments) is None:
-    return
+    return ""
   counts_variables = target.device != "WEBGPU"  # which limits buffers alone
   both = ((x, x.spec.variables if counts_variables else ()) for launch in launches for x in stages(launch))
-  if (count := max(len(x.buffers()) + len(variables) for x, variables in both)) > most:
-    raise ValueError(
-      f"takes at most {most} Tensors{' and Variables' if counts_variables else ''}, results included, but would get "
-      f"{count}; pass fewer Tensors in aux, for example by joining several into one"
-    )
+  if (count := max(len(x.buffers()) + len(variables) for x, variables in both)) <= most:
+    return ""
+  return (
+    f"takes at most {most} Tensors{' and Variables' if counts_variables else ''}, results included, but would get "
+    f"{count}; pass fewer Tensors in aux, for example by joining several into one"
+  )
 
 
 def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
