@@ -33,7 +33,12 @@ FEW: Shape = (2, 4, 2, 3, 150, 16, 24)
 
 
 def split(
-  shape: Shape, splits: int, options: Options | None = None, dtype: Any = dtypes.float16, tiles: Any = None
+  shape: Shape,
+  splits: int,
+  options: Options | None = None,
+  dtype: Any = dtypes.float16,
+  tiles: Any = None,
+  pack_gqa: int | None = None,
 ) -> None:
   """Runs an attention on the default device with so many splits, and checks it."""
   q, k, v = inputs(*shape, dtype)
@@ -41,7 +46,8 @@ def split(
   arguments = Arguments(enable_gqa=True, return_lse=True, **given)
   spec = make_spec(q, k, v, arguments)
   launch = dispatch(spec, target_of("EMU"), tiles)
-  out, lse = forward(replace(launch, splits=splits), q, k, v, arguments=arguments)
+  launch = replace(launch, splits=splits, pack_gqa=pack_gqa or launch.pack_gqa)
+  out, lse = forward(launch, q, k, v, arguments=arguments)
   assert lse is not None
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, cut=launch.schedule.cuts and dtype in DTYPES_8, **(options or {}))
@@ -86,6 +92,25 @@ HOPPER = {"a producer": PRODUCER, "persistent": PERSISTENT, "in registers": IN_R
 def test_hopper(tiles: str, name: str, splits: int) -> None:
   with on("sm_90"):
     split(MANY, splits, CHOSEN[name], tiles=HOPPER[tiles])
+
+
+@pytest.mark.kinds(arch=("gfx942", "sm_90"))
+@pytest.mark.each("arch", "name", "splits", evenly=True)
+@pytest.mark.parametrize("arch", [*ARCHS, "sm_90", "apple9"])
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_heads_packed_for_more_than_a_few_queries(arch: str, name: str, splits: int) -> None:
+  """As tuning tries; blocks have rows of both heads, and the last one ends within a head."""
+  with on(arch):
+    split((2, 4, 2, 37, 90, 32, 16), splits, CHOSEN[name], pack_gqa=2)
+
+
+@pytest.mark.each("tiles", "name", evenly=True)
+@pytest.mark.parametrize("tiles", HOPPER)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_heads_packed_on_hopper(tiles: str, name: str) -> None:
+  with on("sm_90"):
+    split((2, 4, 2, 37, 90, 32, 16), 1, CHOSEN[name], tiles=HOPPER[tiles], pack_gqa=2)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -165,6 +190,26 @@ def test_part_of_a_prompt(arch: str, name: str) -> None:
       Tensor.realize(out, lse)
     assert any("combine" in kernel for kernel in profile.kernels)
     check(q, k, v, out, lse, **OF_PART[name])
+
+
+@pytest.mark.parametrize(
+  ("target", "M", "options", "expected"),
+  [
+    (Target("CUDA", "sm_90"), 32, {}, {1, 4}),
+    (Target("CUDA", "sm_90"), 33, {}, {1}),  # more than half of a block of 64
+    (Target("CUDA", "sm_90"), 16, {}, {4}),
+    (Target("CUDA", "sm_90"), 32, {"features": ("block_mask",), "block_heads": (1, 1)}, {1}),
+    (Target("AMD", "gfx942"), 24, {}, {1}),  # of 32
+    (Target("CPU", "x86_64,native", threads=64), 20, {}, {1}),
+  ],
+)
+def test_tuning_tries_to_pack_heads_where_blocks_of_queries_are_not_full(
+  target: Target, M: int, options: dict[str, Any], expected: set[int]
+) -> None:
+  spec = AttentionSpec(1, 32, 8, M, 8192, 128, 128, dtypes.bfloat16, 0.1, **options)
+  launches = candidates(spec, target)
+  assert {x.pack_gqa for x in launches if x.schedule is launches[0].schedule} == expected
+  assert len(set(map(str, launches))) == len(launches)
 
 
 @pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))

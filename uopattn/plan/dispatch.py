@@ -181,7 +181,8 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, single_kern
 def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
   """Return launches that compute this attention and may be the fastest, that of `dispatch` first.
 
-  They differ in tiles, in splits, and in the kernel, where several schedules serve the attention.
+  They differ in tiles, in splits, in packed query heads, where the queries of one do not fill half of a block, and in
+  the kernel, where several schedules serve the attention.
 
   Raises:
     NoKernel: no kernel serves it.
@@ -194,10 +195,30 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
         launches.append(launches_of(schedule, spec, target, tiles)[-1])
       except NoKernel:  # not for this case
         continue
-  if (splits := _splits(first.schedule, spec, target, first.tiles)) > 1 or spec.is_decode:
-    most = ceildiv(spec.N, first.kernel.block(first.tiles)[1])
-    launches += [replace(first, splits=x) for x in (1, splits // 2, splits, splits * 2) if 1 <= x <= most]
+  for launch in (first, *_with_heads_packed(first, target)):
+    launches += [launch, *_with_other_splits(launch, target)]
   return list(dict.fromkeys(launches))
+
+
+def _with_heads_packed(launch: Launch, target: Target) -> list[Launch]:
+  """Return a launch that packs query heads as for few queries, if a block has room for those of several heads."""
+  spec, schedule = launch.spec, launch.schedule
+  heads = schedule.pack_gqa(replace(spec, M=1))
+  if heads == launch.pack_gqa or launch.kernel.block(launch.tiles)[0] < 2 * spec.M:
+    return []
+  try:
+    return [launches_of(schedule, spec, target, pack_gqa=heads)[-1]]
+  except NoKernel:  # no tiles fit
+    return []
+
+
+def _with_other_splits(launch: Launch, target: Target) -> list[Launch]:
+  """Return the launch with numbers of splits to measure; [] if keys are not worth splitting."""
+  spec, splits = launch.spec, _splits(launch.schedule, launch.spec, launch.pack_gqa, target, launch.tiles)
+  if splits == 1 and not spec.is_decode:
+    return []
+  most = ceildiv(spec.N, launch.kernel.block(launch.tiles)[1])
+  return [replace(launch, splits=x) for x in (1, splits // 2, splits, splits * 2) if 1 <= x <= most]
 
 
 def _made_for(target: Target, chosen: Schedule, backward: bool = False) -> list[Schedule]:
@@ -347,11 +368,20 @@ def _first(
   raise failures[reasons_of]
 
 
-def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any = None) -> tuple[Launch, ...]:
-  """Return the launches of all kernels of a schedule. Raises NoKernel."""
+def launches_of(
+  schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any = None, pack_gqa: int = 0
+) -> tuple[Launch, ...]:
+  """Return the launches of all kernels of a schedule.
+
+  Args:
+    tiles, pack_gqa: block sizes, and query heads to pack; None and 0 leave them to the schedule.
+
+  Raises:
+    NoKernel: it does not serve the attention.
+  """
   if against := reasons_against(schedule, spec):
     raise NoKernel(*against)
-  pack_gqa = schedule.pack_gqa(spec)
+  pack_gqa = pack_gqa or schedule.pack_gqa(spec)
   seen = spec.packed(pack_gqa)
 
   def launch(kernel: Kernel) -> Launch:
@@ -362,7 +392,7 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
       raise ValueError(
         f"{chosen!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"
       )
-    splits = _splits(schedule, spec, target, chosen)
+    splits = _splits(schedule, spec, pack_gqa, target, chosen)
     if not spec.is_decode:
       splits = splits_that_pay(spec.most_keys, spec.heads * spec.M, splits)
     return Launch(schedule, kernel, spec, chosen, pack_gqa, splits)
@@ -378,14 +408,14 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
   return launches
 
 
-def _splits(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any) -> int:
+def _splits(schedule: Schedule, spec: AttentionSpec, pack_gqa: int, target: Target, tiles: Any) -> int:
   """Return how many splits of the keys fill the device.
 
   For more than a few queries that is 1 on a CPU, and where Tensors choose the keys, which may be few.
   """
   if not spec.is_decode and (target.device == "CPU" or not BY_TENSORS.isdisjoint(spec.features)):
     return 1
-  return schedule.split(spec.packed(schedule.pack_gqa(spec)), target, tiles)
+  return schedule.split(spec.packed(pack_gqa), target, tiles)
 
 
 def too_many_arguments(launches: Sequence[Launch], target: Target) -> str:

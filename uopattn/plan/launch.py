@@ -55,7 +55,13 @@ class Launch:
   splits: int = 1
 
   def __str__(self) -> str:
-    return f"{self.schedule.name} {self.tiles}" + (f" in {self.splits} splits" if self.splits > 1 else "")
+    return f"{self.schedule.name} {self.tiles}{self.divided}"
+
+  @property
+  def divided(self) -> str:
+    """Packed heads and splits for display; "" without any."""
+    packed = f", {self.pack_gqa} heads packed" if self.pack_gqa > 1 else ""
+    return packed + f", {self.splits} splits" * (self.splits > 1)
 
   @functools.cached_property
   def packed(self) -> AttentionSpec:

@@ -71,7 +71,8 @@ class Case:
 def choice(launches: Launches) -> Choice:
   """Return what distinguishes a candidate from the others, for JSON."""
   first = launches[0]
-  return {"kernel": first.schedule.name, "tiles": [asdict(x.tiles) for x in launches], "splits": first.splits}
+  tiles, packed = [asdict(x.tiles) for x in launches], {"pack_gqa": first.pack_gqa, "splits": first.splits}
+  return {"kernel": first.schedule.name, "tiles": tiles} | packed
 
 
 def representative(spec: AttentionSpec) -> AttentionSpec:

@@ -117,7 +117,7 @@ def text_of(launches: Launches) -> str:
   first = launches[0]
   tiles = [str(x.tiles) for x in launches]
   tiles = tiles[:1] if len(set(tiles)) == 1 else tiles
-  return " ".join([first.schedule.name, *tiles]) + f" in {first.splits} splits" * (first.splits > 1)
+  return " ".join([first.schedule.name, *tiles]) + first.divided
 
 
 def refusal(device: str) -> str:
