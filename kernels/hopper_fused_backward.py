@@ -77,6 +77,7 @@ from uopattn.dsl.schedule import (
   V,
   in_float32,
 )
+from uopattn.dsl.scope import clamp
 from uopattn.dsl.target import Target
 
 REGISTERS_PER_THREAD = (24, 240)  # of the producer and of the consumers, of 65536
@@ -94,6 +95,8 @@ class Tiles:
     parts: workgroups per block that is shared. Each has as many of the tiles of queries as the others.
     descending: key heads, the first ones, whose blocks of keys start from the last one on, each with its first tile of
       queries. Those of other heads start from the first one on, each with its last tile.
+    by_warpgroup: whether masks are used, and tiles passed over, by what each warpgroup's keys need, not by what those
+      of the workgroup do.
     persistent: whether workgroups take blocks, or parts of them, one after another.
     multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
@@ -104,6 +107,7 @@ class Tiles:
   rest: int = 0
   parts: int = 1
   descending: int = 0
+  by_warpgroup: bool = False
   persistent: bool = False
   multiprocessors: int = 132  # of an H100 or H200
 
@@ -400,7 +404,9 @@ def backward(
   in_group = of_keys.block * tiles.rows + group.warp % WARPS * MMA_M
   firsts = [in_group + first_key(group.warp // WARPS, tiles.row_tiles, i) for i in range(tiles.row_tiles)]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
-  main = GradientMainloop(s, group, q.dtype, rules, of_keys.queries, pipe.free, trip.slots, ds, rows, dq_tile)
+  own_keys = first_key(clamp(wgmma.uniform(group.warp) // WARPS, 0, WARPGROUPS - 1), tiles.row_tiles, 0)
+  queries = of_keys.queries_of(own_keys, tiles.row_tiles * wgmma.M) if tiles.by_warpgroup else of_keys.queries
+  main = GradientMainloop(s, group, q.dtype, rules, queries, pipe.free, trip.slots, ds, rows, dq_tile)
   sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=trip.entry) for x in (Dk, Dv)] for _ in rows]
 
   def store(gradient: UOp, parts: UOp | None, keys: list[UOp], acc: UOp, factor: float) -> list[UOp]:

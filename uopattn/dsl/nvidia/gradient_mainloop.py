@@ -28,7 +28,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, Operands
-from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, QueryTiles
+from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, QueryTiles, Sight
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, WARP
 from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -143,10 +143,13 @@ class GradientMainloop:
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     dq, queries = self.s.buffer(SLICE // 2), self.queries
     inside, done = sums, v_ready
-    for first, trips, masked in queries.loops():
+    for first, trips, sight in queries.loops():
       trip, entry = loop(self.s, trips, done, early=trips.vmin < 0)  # at most one, see `blurred`
       old = all_after(inside, *entry)
-      done = self.attend(first + trip, masked, scores, words, dq, old, *entry).end(trip)
+      if sight is Sight.NONE:
+        done = self.pass_over(first + trip, dq, *entry, *(x for of_tile in old for x in of_tile)).end(trip)
+      else:
+        done = self.attend(first + trip, sight is Sight.SOME, scores, words, dq, old, *entry).end(trip)
       inside = all_after(inside, done)
     return all_after(sums, self.slots.k.release(zero, done))
 
@@ -193,17 +196,32 @@ class GradientMainloop:
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
       elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)))
       ds = self.packed(words[1], elements, ready)
-      issued = UOp.group(*self.store_ds(i, n, ds))
+      issued = UOp.group(*self.store_ds(i, n, [ds[i].load() for i in range(BLOCK // 4)]))
       if not early:
         issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, n, before, ready))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
         issued = wait_for(1, of_dv, self.start_sum(of_dk, ds, slots.q.tile(n), issued))
     started = self.start_dq(n, dq, self.sync(CUDA.fence_proxy_async(issued)))
     started = self.start_sum(of_dk, ds, slots.q.tile(n), started)
-    waited = wait_for(1, dq, wait_for(2, of_dv, started))
-    free = CUDA.mbarrier_wait(self.free[0], (n + slots.q.count + 1) % 2, waited)
-    arrival = self.give(*self.store_dq(dq.after(free), free))
+    arrival = self.hand_on(n, dq, wait_for(1, dq, wait_for(2, of_dv, started)))
     return slots.q.release(n, wait_for(0, of_dk, arrival))
+
+  def hand_on(self, n: UOp, dq: UOp, *after: UOp) -> UOp:
+    """Store this warpgroup's slice of the n-th tile's dQ, once that of the tile before has been read, and signal it."""
+    free = CUDA.mbarrier_wait(self.free[0], (n + self.slots.q.count + 1) % 2, *after)
+    return self.give(*self.store_dq(dq.after(free), free))
+
+  def pass_over(self, n: UOp, dq: UOp, *after: UOp) -> UOp:
+    """Add nothing for the n-th tile, none of whose queries sees a key of this warpgroup. Returns the end of its work.
+
+    The other warpgroup's keys may be seen: if each has some columns of dQ, dS of these keys is 0.
+    """
+    if not self.splits_columns:
+      return self.slots.q.release(n, self.give(self.sync(*after)))
+    zeros = [UOp.const(0, dtypes.uint)] * (BLOCK // 4)
+    stored = UOp.group(*(x for i in range(len(self.rows)) for x in self.store_ds(i, n, zeros, *after)))
+    started = self.start_dq(n, dq, self.sync(CUDA.fence_proxy_async(stored)))
+    return self.slots.q.release(n, self.hand_on(n, dq, wait_for(0, dq, started)))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its slice of dQ to, are in shared memory."""
@@ -241,16 +259,16 @@ class GradientMainloop:
     """Start dV += P dO, where P is rounded to `words` once S is there (`scored`)."""
     return self.start_sum(of_dv, self.packed(words, p, scored), self.slots.do.tile(number), scored, *after)
 
-  def store_ds(self, row_tile: int, number: UOp, words: UOp) -> list[UOp]:
+  def store_ds(self, row_tile: int, number: UOp, words: list[UOp], *after: UOp) -> list[UOp]:
     """Store this warp's rows of dS, of a tile of keys, to shared memory."""
-    tile, lane = self.ds.tile(number + self.slots.q.count), self.group.lane
+    tile, lane = self.ds.tile(number + self.slots.q.count, *after), self.group.lane
     row = self.first_key(row_tile) + self.group.warp % WARPS * MMA_M
     first = tile.at(row + lane % MMA_M, lane // MMA_M).src[1]
     per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
     return [
       CUDA.stmatrix(
         tile.memory[(first ^ i % per * tile.chunk) + i // per * tile.panel],
-        *(words[2 * i + j].load() for j in range(4)),
+        *words[2 * i : 2 * i + 4],
       )
       for i in range(0, BLOCK // MMA_N, 2)
     ]

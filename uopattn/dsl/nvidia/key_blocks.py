@@ -10,6 +10,7 @@ it, so some always go on, whichever workgroups run at once. There are two orders
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
 from tinygrad import UOp
@@ -23,6 +24,14 @@ from uopattn.dsl.scope import clamp
 BLOCK = 64  # queries per tile
 
 
+class Sight(Enum):
+  """Which keys the queries of a tile see."""
+
+  NONE = "none"
+  SOME = "those that masks leave"
+  ALL = "all"
+
+
 @dataclass(frozen=True, eq=False)
 class QueryTiles:
   """The tiles of queries that see a workgroup's keys, of all query heads that share them.
@@ -34,13 +43,15 @@ class QueryTiles:
     heads: number of query heads.
     first: the first of them.
     tile: maps a position in the order in which the tiles of a head are processed to a tile.
-    full: those positions, from the first on and before the second, at which tiles need no mask.
+    seen: those positions, from the first on and before the second, at which a query may see a key.
+    full: those of them, likewise, at which tiles need no mask.
     end: the number of tiles of a head.
   """
 
   heads: int
   first: UOp
   tile: Callable[[UOp], UOp]
+  seen: tuple[UOp, UOp]
   full: tuple[UOp, UOp]
   end: UOp
 
@@ -49,10 +60,11 @@ class QueryTiles:
     """The number of tiles of all heads."""
     return self.end * self.heads
 
-  def loops(self) -> list[tuple[UOp, UOp, bool]]:
-    """The loops over them: the first position, the number of trips, and whether tiles need a mask."""
-    begin, end = (x * self.heads for x in self.full)
-    return that_run((UOp.const(0), begin, True), (begin, end - begin, False), (end, self.n_tiles - end, True))
+  def loops(self) -> list[tuple[UOp, UOp, Sight]]:
+    """The loops over them: the first position, the number of trips, and which keys queries see."""
+    bounds = [x * self.heads for x in (UOp.const(0), self.seen[0], *self.full, self.seen[1], self.end)]
+    kinds = (Sight.NONE, Sight.SOME, Sight.ALL, Sight.SOME, Sight.NONE)
+    return that_run(*((x, y - x, kind) for x, y, kind in zip(bounds, bounds[1:], kinds, strict=False)))
 
   def at(self, position: UOp) -> tuple[UOp, UOp]:
     """The query head, and its tile, at a position below `n_tiles`."""
@@ -68,11 +80,12 @@ class QueryTiles:
       return when.where(tiles // parts + (i < tiles % parts).where(UOp.const(1), 0), tiles)
 
     first, step = when.where(i, 0), when.where(UOp.const(parts), 1)
-    begin, end = self.full
+    (begin, end), (full_begin, full_end) = self.seen, self.full
     return replace(
       self,
       tile=lambda position: self.tile(first + position * step),
-      full=(count(begin), count(end)),
+      seen=(count(begin), count(end)),
+      full=(count(full_begin), count(full_end)),
       end=count(self.end),
     )
 
@@ -98,16 +111,18 @@ class KeyBlock:
     block: its number within the head.
     turn: the number of the head's blocks that are added to dQ before it.
     first_of: (tile of queries) -> whether none of these adds to that tile.
-    queries: the tiles of queries.
     part: which part; None if no blocks are shared.
+    queries_of: (first key, keys) -> the tiles of queries, and which of them see some keys of the block.
+    queries: the same for all keys.
   """
 
   head: UOp
   block: UOp
   turn: UOp
   first_of: Callable[[UOp], UOp]
-  queries: QueryTiles
   part: Part | None
+  queries_of: Callable[[UOp, int], QueryTiles]
+  queries: QueryTiles
 
 
 @dataclass(frozen=True)
@@ -142,14 +157,17 @@ class KeyBlocks:
       number = clamp(number, 0, self.scheduler.workgroups - 1)
     kv_head, block, turn = self._place(number)
     key, descends = block * self.rows, kv_head < self.descending
-    queries = self._queries(rules, kv_head, key, descends)
-    if part is not None:
-      queries = queries.part(part.number % self.parts, self.parts, part.exists)
+
+    def queries_of(first: UOp, keys: int) -> QueryTiles:
+      found = self._queries(rules, kv_head, key, descends, first, keys)
+      return found if part is None else found.part(part.number % self.parts, self.parts, part.exists)
+
+    queries = queries_of(UOp.const(0), self.rows)
 
     def first_of(tile: UOp) -> UOp:
       return turn.eq(0) | (descends & (tile < rules.at(queries.first).first_tile(key + self.rows, BLOCK)))
 
-    return KeyBlock(kv_head, block, turn, first_of, queries, part)
+    return KeyBlock(kv_head, block, turn, first_of, part, queries_of, queries)
 
   def shared(self, i: UOp) -> tuple[UOp, UOp]:
     """The key head and the number within it of the `i`-th block that is shared."""
@@ -162,18 +180,32 @@ class KeyBlocks:
     turn = self.scheduler.blocks - 1 - backwards
     return head, (head < self.descending).where(backwards, turn), turn
 
-  def _queries(self, rules: Rules, kv_head: UOp, key: UOp, descends: UOp) -> QueryTiles:
-    """The tiles of queries that see a block of keys, from the first one on if the head descends, else from the last."""
+  def _queries(self, rules: Rules, kv_head: UOp, key: UOp, descends: UOp, first_key: UOp, keys: int) -> QueryTiles:
+    """The tiles of queries that see a block of keys, from the first one on if the head descends, else from the last.
+
+    Args:
+      key: the first key of the block.
+      first_key, keys: those of its keys that `seen` and `full` are about.
+    """
     head = kv_head * rules.heads_per_key_head
     of_head, padded = rules.at(head), not rules.moves  # with the infinite LSE of queries past the last, weights are 0
     seen, begin = of_head.query_range(key, self.rows, BLOCK, padded), of_head.first_tile(key, BLOCK)
     first = descends.where(begin, begin + seen.n_tiles - 1)
-    # Masks are for the first of all tiles, and for the last if M ends in it and it is not padded.
+    own = of_head.query_range(key + first_key, keys, BLOCK, padded)
+    unseen = clamp(of_head.first_tile(key + first_key, BLOCK) - begin, 0, seen.n_tiles - 1)
+    # Masks are for the first of the tiles seen, and for the last if M ends in it and it is not padded.
     ends = UOp.const(int(rules.M % BLOCK > 0 and not padded))
-    masked = descends.where(seen.n_tiles - seen.n_full - ends, ends)
+    masked = descends.where(seen.n_tiles - own.n_full - ends, ends)
 
     def tile(position: UOp) -> UOp:
       at = first + descends.where(UOp.const(1), -1) * position
       return clamp(at, 0, ceildiv(rules.M, BLOCK) - 1)  # as tinygrad does not know that it is
 
-    return QueryTiles(rules.heads_per_key_head, head, tile, (masked, masked + seen.n_full), seen.n_tiles)
+    return QueryTiles(
+      rules.heads_per_key_head,
+      head,
+      tile,
+      (descends.where(unseen, 0), seen.n_tiles - descends.where(UOp.const(0), unseen)),
+      (masked, masked + own.n_full),
+      seen.n_tiles,
+    )

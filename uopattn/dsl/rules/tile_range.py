@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tinygrad import UOp
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.scope import clamp
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +96,10 @@ def masked_then_full(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
   return that_run((begin, n_tiles - begin - n_full, True), (n_tiles - n_full, n_full, False))
 
 
-def that_run(*loops: tuple[UOp, UOp, bool]) -> list[tuple[UOp, UOp, bool]]:
+def that_run(*loops: tuple[UOp, UOp, Kind]) -> list[tuple[UOp, UOp, Kind]]:
   """Those loops that may run, of those given: tinygrad misplaces the body of a loop without trips."""
-  simplified = [(first, trips.simplify(), masked) for first, trips, masked in loops]
-  return [(first, blurred(trips), masked) for first, trips, masked in simplified if trips.vmax > 0]
+  simplified = [(first, trips.simplify(), kind) for first, trips, kind in loops]
+  return [(first, blurred(trips), kind) for first, trips, kind in simplified if trips.vmax > 0]
 
 
 def blurred(trips: UOp) -> UOp:
