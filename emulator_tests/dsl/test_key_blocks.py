@@ -32,7 +32,7 @@ def test_all_heads_of_a_tile_come_before_the_next() -> None:
 
 
 def shown(x: QueryTiles) -> str:
-  """The tiles of a head: some that need a mask | full ones | others that need a mask; in brackets if they see no key."""
+  """The tiles of a head: some with a mask | full ones | others with a mask; in brackets those that see no key."""
   first, begin, end, last, n = (int(n.simplify().arg) for n in (x.seen[0], *x.full, x.seen[1], x.end))
   tiles = [str(x.tile(UOp.const(i)).simplify().arg) for i in range(n)]
   numbers = [tile if first <= i < last else f"({tile})" for i, tile in enumerate(tiles)]
