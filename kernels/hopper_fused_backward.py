@@ -14,6 +14,10 @@ so they seldom wait. With a causal mask none waits if the last keys come first, 
 So the heads of the last section keep the other order. At D=128 that is 1.01 to 1.05 times as fast on an H200 as the one
 order for all, and 1.07 to 1.18 times where there are two sections.
 
+With a mask, the second warpgroup's keys may be hidden from all queries of a tile that see some of the first one's. With
+`Tiles.by_warpgroup`, which tuning tries, it passes over such tiles, and each warpgroup has masks only in tiles that
+need one for its own keys.
+
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
 they share; `finish` rounds dQ. `preferred` says which cases are left to `hopper_backward`.

@@ -14,6 +14,9 @@ keys. Up to 64 it computes dQ over its own keys only, and the second warpgroup a
 shared memory. So the first one never waits, and one computes P and dS while the other multiplies.
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
+
+A warpgroup may pass over a tile none of whose queries sees its keys. Then it computes neither S nor dP, and adds nothing
+to dV and dK. Where Dk is above 64 it still has its columns of dQ, of the other one's keys.
 """
 
 from collections.abc import Callable
