@@ -15,8 +15,8 @@ shared memory. So the first one never waits, and one computes P and dS while the
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 
-A warpgroup may pass over a tile none of whose queries sees its keys. Then it computes neither S nor dP, and adds nothing
-to dV and dK. Where Dk is above 64 it still has its columns of dQ, of the other one's keys.
+A warpgroup may pass over a tile none of whose queries sees its keys. Then it computes neither S nor dP, and adds
+nothing to dV and dK. Where Dk is above 64 it still has its columns of dQ, of the other one's keys.
 """
 
 from collections.abc import Callable
