@@ -197,7 +197,7 @@ def test_launches_with_all_tiles_have_what_their_kernels_need(
 @has_nvcc
 @pytest.mark.parametrize("device", ["NV:1", "NV:3"])
 def test_a_cubin_as_the_compiler_leaves_it_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  (launch,) = forward(LARGEST, target_of(device))
+  launch, _ = forward(LARGEST, target_of(device))  # of the splits of its keys
   made, needed = launch.build(device), shared_memory(launch)
   monkeypatch.setattr(cuda, "with_shared_memory", lambda cubin, name, size: cubin)
   program = cuda.loaded(made.to_elf(), Device[device], needed)
