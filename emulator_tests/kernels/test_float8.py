@@ -63,7 +63,8 @@ def one_heavy_key(N: int, weight: float) -> tuple[Tensor, Tensor, Tensor]:
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch, arch: str, kernel: Any) -> None:
   """Weights of 2**-13, far below e4m3's least number, of 8000 keys that the heavy key does not outweigh."""
   N, weight = 8001, 2.0**-13
-  monkeypatch.setattr("uopattn.dsl.schedule.FEW", 0)  # one split: in others these weights would be the largest
+  for name, value in (("FEW", 0), ("LEAST_KEYS", N + 1)):  # one split: in others these weights would be the largest
+    monkeypatch.setattr(f"uopattn.dsl.schedule.{name}", value)
   with on(arch):
     sources = one_heavy_key(N, weight)
     options: dict[str, Any] = {"scale": math.log(weight)}
