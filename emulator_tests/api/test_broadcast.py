@@ -90,10 +90,11 @@ def test_gradients_of_what_broadcasts() -> None:
 @pytest.mark.parametrize("of_q", [dtypes.float, dtypes.half], ids=str)
 def test_dtypes_are_promoted(of_q: DType, of_k: DType, of_v: DType) -> None:
   q, k, v = (array(2, 4, n, 8).cast(dtype).realize() for n, dtype in ((10, of_q), (12, of_k), (12, of_v)))
-  got, want = attention(q, k, v, backend="kernel"), q.scaled_dot_product_attention(k, v)
-  assert got.dtype == want.dtype
-  atol = 2e-6 if of_q == dtypes.float else 2e-2  # tinygrad rounds weights to the dtype of q
-  np.testing.assert_allclose(got.float().numpy(), want.float().numpy(), atol=atol)
+  got = attention(q, k, v, backend="kernel")
+  assert got.dtype == q.scaled_dot_product_attention(k, v).dtype
+  # In float32: in float16 its kernels call libm, which tinygrad cannot where that is more than 2 GB away.
+  want = q.float().scaled_dot_product_attention(k.float(), v.float())
+  np.testing.assert_allclose(got.float().numpy(), want.numpy(), atol=2e-6 if of_q == dtypes.float else 2e-3)
 
 
 @pytest.mark.kinds(M=(1,))
