@@ -73,7 +73,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import KEYS, VALUES, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import RESERVED, Target
+from uopattn.dsl.target import Target
 
 KIB = 1024
 RESIDENT = 8  # workgroups of narrow tiles per multiprocessor: two warps per scheduler
@@ -146,11 +146,8 @@ class Tiles(MmaTiles):
     return sum(round_up(x.bytes, KIB) for x in (self.q_tile(s, Dk), *self.key_tiles(s, Dk, Dv, scaled=True)))
 
   def resident(self, problem: Problem, target: Target) -> int:
-    """Workgroups that fit on a multiprocessor at once, as limited by shared memory; of narrow tiles as many as help.
-
-    From sm_80 on each takes `RESERVED` bytes besides its own, of as many more than one may have.
-    """
-    fitting = max(1, (target.lds + RESERVED) // (self.shared_bytes(problem.Dk, problem.Dv) + RESERVED))
+    """Workgroups that fit on a multiprocessor at once, as limited by shared memory; of narrow tiles as many as help."""
+    fitting = target.resident(self.shared_bytes(problem.Dk, problem.Dv))
     return min(fitting, RESIDENT) if self.narrow else fitting
 
   def registers(self, Dk: int, Dv: int) -> int:

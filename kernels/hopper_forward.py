@@ -79,7 +79,7 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import full_then_masked, masked_then_full
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.scope import clamp
-from uopattn.dsl.target import RESERVED, Target
+from uopattn.dsl.target import Target
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,7 @@ class Tiles:
 
   def resident(self, problem: Problem, target: Target) -> int:
     """Workgroups per multiprocessor at once, as limited by shared memory; one with a producer, for its registers."""
-    shared = self.shared_bytes(problem.Dk, problem.Dv)
-    return 1 if self.producer else max(1, (target.lds + RESERVED) // (shared + RESERVED))
+    return 1 if self.producer else target.resident(self.shared_bytes(problem.Dk, problem.Dv))
 
   @property
   def p_words(self) -> int:

@@ -408,8 +408,10 @@ def backward(
   in_group = of_keys.block * tiles.rows + group.warp % WARPS * MMA_M
   firsts = [in_group + first_key(group.warp // WARPS, tiles.row_tiles, i) for i in range(tiles.row_tiles)]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
-  own_keys = first_key(clamp(wgmma.uniform(group.warp) // WARPS, 0, WARPGROUPS - 1), tiles.row_tiles, 0)
-  queries = of_keys.queries_of(own_keys, tiles.row_tiles * wgmma.M) if tiles.by_warpgroup else of_keys.queries
+  queries = of_keys.queries
+  if tiles.by_warpgroup:
+    warpgroup = clamp(wgmma.uniform(group.warp) // WARPS, 0, WARPGROUPS - 1)
+    queries = of_keys.queries_of(first_key(warpgroup, tiles.row_tiles, 0), tiles.row_tiles * wgmma.M)
   main = GradientMainloop(s, group, q.dtype, rules, queries, pipe.free, trip.slots, ds, rows, dq_tile)
   sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=trip.entry) for x in (Dk, Dv)] for _ in rows]
 

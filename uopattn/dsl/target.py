@@ -123,6 +123,13 @@ class Target:
     """Bytes of shared memory (LDS) available to a workgroup of a GPU."""
     return self.local_bytes or WEBGPU_BYTES if self.device == "WEBGPU" else lds_limit(self.arch)
 
+  def resident(self, shared_bytes: int) -> int:
+    """Workgroups for which a multiprocessor of NVIDIA has shared memory, at least 1.
+
+    From sm_80 on each takes `RESERVED` bytes besides its own, of as many more than one may have.
+    """
+    return max(1, (self.lds + RESERVED) // (shared_bytes + RESERVED))
+
   @property
   def most_arguments(self) -> int | None:
     """The most arguments of a kernel: of a CPU buffers and Variables, of WEBGPU buffers; None elsewhere."""

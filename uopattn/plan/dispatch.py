@@ -393,15 +393,17 @@ def launches_of(
         f"{chosen!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"
       )
     splits = _splits(schedule, spec, pack_gqa, target, chosen)
-    if not spec.is_decode:
+    if splits > 1 and not spec.is_decode:
       splits = splits_that_pay(spec.most_keys, spec.heads * spec.M, splits)
     return Launch(schedule, kernel, spec, chosen, pack_gqa, splits)
 
   try:
     launches = tuple(x for x in map(launch, schedule.kernels) if x.kernel.when(x.tiles))
-    if too_many_arguments(launches, target):
-      launches = tuple(replace(x, splits=1) for x in launches)  # combining them takes more
-    if too_many := too_many_arguments(launches, target):
+    too_many = too_many_arguments(launches, target)
+    if too_many and launches[-1].splits > 1:  # combining them takes more
+      launches = tuple(replace(x, splits=1) for x in launches)
+      too_many = too_many_arguments(launches, target)
+    if too_many:
       raise ValueError(too_many)
   except ValueError as error:
     raise NoKernel(f"{schedule.name}: {error}") from error

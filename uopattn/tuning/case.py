@@ -71,8 +71,12 @@ class Case:
 def choice(launches: Launches) -> Choice:
   """Return what distinguishes a candidate from the others, for JSON."""
   first = launches[0]
-  tiles, packed = [asdict(x.tiles) for x in launches], {"pack_gqa": first.pack_gqa, "splits": first.splits}
-  return {"kernel": first.schedule.name, "tiles": tiles} | packed
+  return {
+    "kernel": first.schedule.name,
+    "tiles": [asdict(x.tiles) for x in launches],
+    "pack_gqa": first.pack_gqa,
+    "splits": first.splits,
+  }
 
 
 def representative(spec: AttentionSpec) -> AttentionSpec:

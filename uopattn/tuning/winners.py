@@ -3,7 +3,7 @@
 from uopattn.runtime.store import Store
 
 WINNERS = Store("uopattn_tuned", "uopattn.tune", "a winner")
-"""An entry has a "key", what was measured; "choice", kernels, tiles and splits; "seconds" of all candidates."""
+"""An entry has a "key", what was measured; "choice", the launches; "seconds" of all candidates."""
 
 
 def is_entry(x: object) -> bool:

@@ -11,6 +11,7 @@ it, so some always go on, whichever workgroups run at once. There are two orders
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 from tinygrad import UOp
@@ -64,7 +65,7 @@ class QueryTiles:
     """The loops over them: the first position, the number of trips, and which keys queries see."""
     bounds = [x * self.heads for x in (UOp.const(0), self.seen[0], *self.full, self.seen[1], self.end)]
     kinds = (Sight.NONE, Sight.SOME, Sight.ALL, Sight.SOME, Sight.NONE)
-    return that_run(*((x, y - x, kind) for x, y, kind in zip(bounds, bounds[1:], kinds, strict=False)))
+    return that_run(*((x, y - x, kind) for (x, y), kind in zip(pairwise(bounds), kinds, strict=True)))
 
   def at(self, position: UOp) -> tuple[UOp, UOp]:
     """The query head, and its tile, at a position below `n_tiles`."""
