@@ -14,9 +14,10 @@ so they seldom wait. With a causal mask none waits if the last keys come first, 
 So the heads of the last section keep the other order. At D=128 that is 1.01 to 1.05 times as fast on an H200 as the one
 order for all, and 1.07 to 1.18 times where there are two sections.
 
-With a mask, the second warpgroup's keys may be hidden from all queries of a tile that see some of the first one's. With
-`Tiles.by_warpgroup`, which tuning tries, it passes over such tiles, and each warpgroup has masks only in tiles that
-need one for its own keys.
+Under a causal mask the second warpgroup's keys may be hidden from all queries of a tile that see some of the first
+one's. Where Dk is up to 64 it passes over such tiles, and each warpgroup has masks only in tiles that need one for its
+own keys. At D=64 that is 1.09 times as fast for N=512, 1.05 for 1024 and 1.01 for 4096. Above, where both must meet in
+each tile, it gains nothing.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
@@ -36,8 +37,8 @@ Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. 
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
 (`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing in most passes. At D=128
 persistent workgroups spill 20 to 52 bytes under a causal mask, one or two words of them per tile, and up to 196 where
-blocks are shared and N is no multiple of 128. At D=64 it spills up to 36 bytes where sections are not equal, and 108 if
-M is no multiple of 64 besides.
+blocks are shared and N is no multiple of 128. At D=64 it spills up to 92 bytes where the last keys come first, six to
+eight words of them per tile.
 
 Speed on an H200, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads per key head 557 and 493;
 510 at D=64, causal 454. scripts/results/KERNELS.md has more.
@@ -99,8 +100,6 @@ class Tiles:
     parts: workgroups per block that is shared. Each has as many of the tiles of queries as the others.
     descending: key heads, the first ones, whose blocks of keys start from the last one on, each with its first tile of
       queries. Those of other heads start from the first one on, each with its last tile.
-    by_warpgroup: whether masks are used, and tiles passed over, by what each warpgroup's keys need, not by what those
-      of the workgroup do.
     persistent: whether workgroups take blocks, or parts of them, one after another.
     multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
@@ -111,7 +110,6 @@ class Tiles:
   rest: int = 0
   parts: int = 1
   descending: int = 0
-  by_warpgroup: bool = False
   persistent: bool = False
   multiprocessors: int = 132  # of an H100 or H200
 
@@ -228,7 +226,7 @@ FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward
 # and above (H200, 2026-11-29).
 ENOUGH = ((8, 8), (5, 2))
 SHORT = 1024  # queries up to which persistent workgroups pay at head sizes up to 64, without a mask (H200, 2026-11-29)
-FEW_SECTIONS = 8  # up to which it pays at head sizes up to 64 that the last keys come first (H200, 2026-11-30)
+FEW_SECTIONS = 4  # up to which it pays at head sizes up to 64 that the last keys come first (H200, 2026-11-30)
 
 
 def slices(Dk: int) -> int:
@@ -409,7 +407,7 @@ def backward(
   firsts = [in_group + first_key(group.warp // WARPS, tiles.row_tiles, i) for i in range(tiles.row_tiles)]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   queries = of_keys.queries
-  if tiles.by_warpgroup:
+  if slices(Dk) == 1 and rules.longest_last:
     warpgroup = clamp(wgmma.uniform(group.warp) // WARPS, 0, WARPGROUPS - 1)
     queries = of_keys.queries_of(first_key(warpgroup, tiles.row_tiles, 0), tiles.row_tiles * wgmma.M)
   main = GradientMainloop(s, group, q.dtype, rules, queries, pipe.free, trip.slots, ds, rows, dq_tile)

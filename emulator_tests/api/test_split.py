@@ -18,9 +18,9 @@ from uopattn.dsl.rules.ranges import Bounds, Window
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_8, splits_that_pay
 from uopattn.dsl.target import Target
-from uopattn.kernels import combine
+from uopattn.kernels import combine, hopper_forward
 from uopattn.kernels.hopper_forward import Tiles
-from uopattn.plan.dispatch import candidates, dispatch
+from uopattn.plan.dispatch import candidates, dispatch, launches_of
 from uopattn.plan.forward import forward
 from uopattn.plan.target import target_of
 from uopattn.spec.arguments import Arguments
@@ -197,6 +197,7 @@ def test_part_of_a_prompt(arch: str, name: str) -> None:
   [
     (Target("CUDA", "sm_90"), 32, {}, {1, 4}),
     (Target("CUDA", "sm_90"), 33, {}, {1}),  # more than half of a block of 64
+    (Target("CUDA", "sm_90"), 33, {"B": 4}, {1, 4}),  # as chosen, of one of 128
     (Target("CUDA", "sm_90"), 16, {}, {4}),
     (Target("CUDA", "sm_90"), 32, {"features": ("block_mask",), "block_heads": (1, 1)}, {1}),
     (Target("AMD", "gfx942"), 24, {}, {1}),  # of 32
@@ -206,10 +207,37 @@ def test_part_of_a_prompt(arch: str, name: str) -> None:
 def test_tuning_tries_to_pack_heads_where_blocks_of_queries_are_not_full(
   target: Target, M: int, options: dict[str, Any], expected: set[int]
 ) -> None:
-  spec = AttentionSpec(1, 32, 8, M, 8192, 128, 128, dtypes.bfloat16, 0.1, **options)
-  launches = candidates(spec, target)
+  spec = AttentionSpec(1, 32, 8, M, 4096, 128, 128, dtypes.bfloat16, 0.1)
+  launches = candidates(replace(spec, **options), target)
   assert {x.pack_gqa for x in launches if x.schedule is launches[0].schedule} == expected
   assert len(set(map(str, launches))) == len(launches)
+
+
+OF_LONG = AttentionSpec(4, 32, 8, 32, 8192, 128, 128, dtypes.bfloat16, 0.1)
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({}, 4),
+    ({"M": 96}, 4),
+    ({"M": 97}, 1),  # packed, they would fill as many blocks
+    ({"M": 128}, 1),
+    ({"M": 129}, 1),  # more than a block
+    ({"Hkv": 32}, 1),
+    ({"B": 1, "N": 5461}, 1),  # not quite 64 MiB less to read
+    ({"B": 1, "N": 5462}, 4),
+    ({"B": 1, "N": 5462, "dtype": dtypes.fp8e4m3}, 1),
+    ({"masks": (CAUSAL,)}, 1),  # none sees more than 32 keys
+    ({"masks": (CAUSAL,), "q_start": 8160}, 4),
+    ({"masks": (CAUSAL,), "features": ("q_start",), "q_start": None}, 4),
+    ({"features": ("block_mask",), "block_heads": (1, 1)}, 1),
+    ({"M": 16, "B": 1}, 4),
+  ],
+)
+def test_heads_that_hopper_packs(options: dict[str, Any], expected: int) -> None:
+  spec = replace(OF_LONG, **options)
+  assert launches_of(hopper_forward.SCHEDULE, spec, Target("CUDA", "sm_90"))[0].pack_gqa == expected
 
 
 @pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))

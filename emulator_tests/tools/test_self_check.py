@@ -101,7 +101,7 @@ def test_probes_have_the_features_of_what_they_stand_for(backward: bool) -> None
       if (prepared := served(probe)) is not None:
         assert features_of(prepared.spec) == tuple(sorted(probe.features))
         again = Probe.of(prepared.launches, backward)
-        assert replace(again, sizes=probe.sizes, tiles=(), pack_gqa=1, splits=1) == probe
+        assert replace(again, sizes=probe.sizes, tiles=(), pack_gqa=probe.pack_gqa, splits=1) == probe
         assert Probe.read(json.loads(json.dumps(asdict(again)))) == again
         count += 1
   assert count > 15

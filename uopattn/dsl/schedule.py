@@ -23,6 +23,9 @@ DTYPES_16_32 = (dtypes.float32, *DTYPES_16)
 DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
 FEW = 16  # the most queries for which GQA heads are packed, and the keys split such that they fill the machine
+# Bytes of K and V that blocks of queries read less often, from which packing GQA heads of more queries pays: it takes
+# some 3.5 us, as much as reading 50 MB from the L2 cache (H200, 2026-11-30).
+PACKED_BYTES = 1 << 26
 LEAST_KEYS = 256  # per split of the keys, on a GPU
 # What combining splits takes, for each row of each split and besides, in keys that a workgroup could process meanwhile:
 # 0.3 ns and 2.3 us, at 9 ns per key (H200, 2026-11-30).
@@ -117,6 +120,11 @@ class Problem:
     """Whether tensor maps can describe q, k, v and dO; see `uopattn.dsl.nvidia.tensor_pipeline`."""
     chunk = 16 // self.dtype.itemsize
     return self.Dk % chunk == 0 and self.Dv % chunk == 0
+
+  @property
+  def most_keys(self) -> int:
+    """The most keys that a query sees, as far as that is known."""
+    return self.N
 
   @property
   def kv_bytes(self) -> int:
@@ -368,6 +376,19 @@ def passes(of_queries: Callable[..., UOp], **of_keys: Callable[..., UOp]) -> tup
 def group_of_few(problem: Problem) -> int:
   """GQA packing for decode: all query heads of a key head, or 1 if a block mask may differ between heads."""
   return problem.group if problem.is_decode and problem.block_heads is None else 1
+
+
+def group_of_part(problem: Problem, block_m: int) -> int:
+  """GQA packing where the queries of a head are part of a block: if blocks of several heads read K and V less often.
+
+  Args:
+    block_m: rows of a block.
+  """
+  p = problem
+  if p.is_decode or p.M > block_m or p.block_heads is not None:
+    return group_of_few(p)
+  saved = (p.group - ceildiv(p.group * p.M, block_m)) * p.kv_bytes
+  return p.group if saved >= PACKED_BYTES and saved * p.most_keys >= PACKED_BYTES * p.N else 1
 
 
 def group_of_chosen(problem: Problem) -> int:

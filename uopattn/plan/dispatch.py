@@ -195,16 +195,19 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
         launches.append(launches_of(schedule, spec, target, tiles)[-1])
       except NoKernel:  # not for this case
         continue
-  for launch in (first, *_with_heads_packed(first, target)):
+  for launch in (first, *_with_heads_packed_or_not(first, target)):
     launches += [launch, *_with_other_splits(launch, target)]
   return list(dict.fromkeys(launches))
 
 
-def _with_heads_packed(launch: Launch, target: Target) -> list[Launch]:
-  """Return a launch that packs query heads as for few queries, if a block has room for those of several heads."""
+def _with_heads_packed_or_not(launch: Launch, target: Target) -> list[Launch]:
+  """Return a launch that packs query heads if this one does not, and the other way round.
+
+  Few queries are always packed, and others only if a block has room for those of several heads.
+  """
   spec, schedule = launch.spec, launch.schedule
-  heads = schedule.pack_gqa(replace(spec, M=1))
-  if heads == launch.pack_gqa or launch.kernel.block(launch.tiles)[0] < 2 * spec.M:
+  heads = schedule.pack_gqa(replace(spec, M=1)) if launch.pack_gqa == 1 else 1
+  if heads == launch.pack_gqa or spec.is_decode or launch.kernel.block(launch.tiles)[0] < 2 * spec.M:
     return []
   try:
     return [launches_of(schedule, spec, target, pack_gqa=heads)[-1]]

@@ -8,7 +8,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.bias import Bias, IndexedBy
 from uopattn.dsl.rules.quantized import FORMATS, QUANTIZED_DTYPES
-from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Schedule
+from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Problem, Schedule
 from uopattn.plan.bias import QUERY_STEP, mask_bias
 from uopattn.spec.tensors import dtype_name
 from uopattn.trust.features import Sizes
@@ -25,6 +25,7 @@ PREFILL: tuple[Sizes, ...] = (
 )
 SMALL = PREFILL[:4]  # those whose heads all kernels of biases have room for
 SPLIT: Sizes = (1, 4, 2, 40, 1100, 64, 64)  # whose keys GPUs split
+LONG = Problem(64, 4, 2, 40, 1 << 16, 64, 64, dtypes.float16, 1.0)  # whose query heads some pack
 DECODE: tuple[Sizes, ...] = (
   (2, 8, 2, 1, 800, 64, 64),
   (1, 8, 1, 3, 1040, 128, 128),
@@ -96,7 +97,10 @@ def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> It
       if shift == 0 or i % 2 == shift % 2:  # the first dtype has all of them, each other one a half
         yield made(sizes[(i + shift) % len(sizes)], features)
   for features in () if backward or quick else ((), ("is_causal", "q_start Tensor", "kv_lengths Tensor")):
-    yield made(SPLIT, features)
+    probe = made(SPLIT, features)
+    yield probe
+    if (heads := schedule.pack_gqa(LONG)) > 1:
+      yield replace(probe, pack_gqa=heads)
   for shape, features in zip(LATENT, () if backward else OF_LATENT, strict=False):
     yield made(shape, features)
   if dtype not in DTYPES_8 and not backward:

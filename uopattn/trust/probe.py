@@ -49,7 +49,8 @@ class Probe:
     dtype, stored: names of the dtypes of q, and of k and v.
     features: see `uopattn.trust.features`.
     tiles: the fields of the tiles of each kernel; () for those that dispatch takes.
-    pack_gqa, splits: as in `Launch`, where tiles are given.
+    pack_gqa: query heads to pack, as in `Launch`; 0 leaves that to the schedule.
+    splits: as in `Launch`, where tiles are given.
     bias: the bias whose gradient is meant: an additive mask, or with (0, 0) as `Bias.read` what a score_mod reads.
   """
 
@@ -60,7 +61,7 @@ class Probe:
   stored: str
   features: tuple[str, ...] = ()
   tiles: tuple[dict[str, Any], ...] = ()
-  pack_gqa: int = 1
+  pack_gqa: int = 0
   splits: int = 1
   bias: Bias | None = None
 
@@ -135,7 +136,7 @@ class Probe:
   def _launches(self, spec: AttentionSpec, device: str) -> tuple[Launch, ...]:
     schedule = self.schedule(device)
     if not self.tiles:
-      return launches_of(schedule, spec, target_of(device))
+      return launches_of(schedule, spec, target_of(device), pack_gqa=self.pack_gqa)
     made = [Launch(schedule, x, spec, pack_gqa=self.pack_gqa, splits=self.splits) for x in schedule.kernels]
     assert schedule.tiles is not None
     tiles = self.tiles if len(self.tiles) == len(made) else self.tiles[-1:] * len(made)

@@ -15,8 +15,7 @@ shared memory. So the first one never waits, and one computes P and dS while the
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 
-A warpgroup may pass over a tile none of whose queries sees its keys. Then it computes neither S nor dP, and adds
-nothing to dV and dK. Where Dk is above 64 it still has its columns of dQ, of the other one's keys.
+There a warpgroup may pass over a tile none of whose queries sees its keys: it computes nothing, and adds nothing.
 """
 
 from collections.abc import Callable
@@ -150,7 +149,7 @@ class GradientMainloop:
       trip, entry = loop(self.s, trips, done, early=trips.vmin < 0)  # at most one, see `blurred`
       old = all_after(inside, *entry)
       if sight is Sight.NONE:
-        done = self.pass_over(first + trip, dq, *entry, *(x for of_tile in old for x in of_tile)).end(trip)
+        done = self.pass_over(first + trip, *entry, *(x for of_tile in old for x in of_tile)).end(trip)
       else:
         done = self.attend(first + trip, sight is Sight.SOME, scores, words, dq, old, *entry).end(trip)
       inside = all_after(inside, done)
@@ -214,17 +213,13 @@ class GradientMainloop:
     free = CUDA.mbarrier_wait(self.free[0], (n + self.slots.q.count + 1) % 2, *after)
     return self.give(*self.store_dq(dq.after(free), free))
 
-  def pass_over(self, n: UOp, dq: UOp, *after: UOp) -> UOp:
+  def pass_over(self, n: UOp, *after: UOp) -> UOp:
     """Add nothing for the n-th tile, none of whose queries sees a key of this warpgroup. Returns the end of its work.
 
-    The other warpgroup's keys may be seen: if each has some columns of dQ, dS of these keys is 0.
+    That is right only if no warpgroup has columns of dQ over the keys of others.
     """
-    if not self.splits_columns:
-      return self.slots.q.release(n, self.give(self.sync(*after)))
-    zeros = [UOp.const(0, dtypes.uint)] * (BLOCK // 4)
-    stored = UOp.group(*(x for i in range(len(self.rows)) for x in self.store_ds(i, n, zeros, *after)))
-    started = self.start_dq(n, dq, self.sync(CUDA.fence_proxy_async(stored)))
-    return self.slots.q.release(n, self.hand_on(n, dq, wait_for(0, dq, started)))
+    assert not self.splits_columns
+    return self.slots.q.release(n, self.give(self.sync(*after)))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its slice of dQ to, are in shared memory."""
