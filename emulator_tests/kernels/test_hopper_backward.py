@@ -19,7 +19,6 @@ from tinygrad import Tensor, UOp
 import uopattn.emulator as emulator
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import tma, wgmma
-from uopattn.dsl.nvidia.gradient_mainloop import GradientMainloop
 from uopattn.dsl.nvidia.key_blocks import KeyBlock, KeyBlocks, QueryTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter
 from uopattn.dsl.rules.ranges import Window

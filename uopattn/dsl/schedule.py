@@ -385,7 +385,7 @@ def group_of_part(problem: Problem, block_m: int) -> int:
     block_m: rows of a block.
   """
   p = problem
-  if p.is_decode or p.M > block_m or p.block_heads is not None:
+  if p.is_decode or block_m < p.M or p.block_heads is not None:
     return group_of_few(p)
   saved = (p.group - ceildiv(p.group * p.M, block_m)) * p.kv_bytes
   return p.group if saved >= PACKED_BYTES and saved * p.most_keys >= PACKED_BYTES * p.N else 1
