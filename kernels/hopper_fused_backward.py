@@ -16,8 +16,8 @@ order for all, and 1.07 to 1.18 times where there are two sections.
 
 Under a causal mask the second warpgroup's keys may be hidden from all queries of a tile that see some of the first
 one's. Where Dk is up to 64 it passes over such tiles, and each warpgroup has masks only in tiles that need one for its
-own keys. At D=64 that is 1.09 times as fast for N=512, 1.05 for 1024 and 1.01 for 4096. Above, where both must meet in
-each tile, it gains nothing.
+own keys. At D=64 that is 1.09 and 1.10 times as fast on two H200s for N=512, 1.05 and 1.07 for 1024, and 1.01 and 1.04
+for 4096. Above, where both must meet in each tile, it would gain nothing.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
@@ -41,7 +41,7 @@ blocks are shared and N is no multiple of 128. At D=64 it spills up to 92 bytes 
 eight words of them per tile.
 
 Speed on an H200, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads per key head 557 and 493;
-510 at D=64, causal 454. scripts/results/KERNELS.md has more.
+510 at D=64, causal 457. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
