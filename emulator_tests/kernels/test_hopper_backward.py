@@ -149,9 +149,17 @@ def test_a_mistake_is_seen_by_the_emulator(name: str, monkeypatch: pytest.Monkey
   compiled.cache_clear()
 
 
-def test_warpgroups_that_do_not_add_dq_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Up to a head size of 64 each one adds to what the one before it has."""
-  start, clearing = wgmma.start, {wgmma.Form.BY_ROWS_ADDED: wgmma.Form.BY_ROWS}
+@pytest.mark.parametrize(
+  ("form", "cleared_form"),
+  [
+    pytest.param(wgmma.Form.BY_ROWS_ADDED, wgmma.Form.BY_ROWS, id="dQ"),  # of the warpgroup before, up to 64
+    pytest.param(wgmma.Form.ADDED, wgmma.Form.SHARED, id="-delta"),
+  ],
+)
+def test_products_that_clear_what_they_add_to_are_caught(
+  form: wgmma.Form, cleared_form: wgmma.Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  start, clearing = wgmma.start, {form: cleared_form}
 
   def cleared(*operands: Any, form: wgmma.Form = wgmma.Form.SHARED) -> UOp:
     return start(*operands, form=clearing.get(form, form))
@@ -473,8 +481,8 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
   ("D", "causal", "spilled"),
   [
-    (128, True, [20, 24]),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [0]), (64, False, [0]), (64, True, [0, 88]))),
+    (128, True, [8, 8]),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [8]), (64, False, [0]), (64, True, [0, 88]))),
   ],
 )
 def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
@@ -522,5 +530,5 @@ def test_shared_memory_is_counted(D: int, stages: int, persistent: bool) -> None
 
 def test_three_stages_are_too_many_at_a_head_size_of_128() -> None:
   target, spec = Target("CUDA", "sm_90"), replace(SPEC, Dk=128, Dv=128)
-  assert Tiles(3).shared_bytes(128, 128) == target.lds + 128
+  assert Tiles(3).shared_bytes(128, 128) > target.lds
   assert sorted(x.stages for x in hopper.fused_backward(spec, target)) == [1, 2]
