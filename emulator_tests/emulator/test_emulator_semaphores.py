@@ -220,3 +220,50 @@ def test_a_mistake_in_a_copy_is_an_error(name: str) -> None:
   mistake, error, message = COPIES[name]
   with pytest.raises(error, match=message):
     launch(copied(**mistake), np.zeros(16, np.float32), np.arange(20, dtype=np.float32), arch=ARCH)
+
+
+def summed(counted: bool = True, expected: int = COUNT, first: int = COUNT - 1, ordered: bool = True) -> Kernel:
+  """A kernel whose workgroups each add a number per thread to a sum, and count that; those from `first` on read it.
+
+  The keywords put in a mistake each. Without `ordered`, warps of the last workgroup may read before it has waited.
+  """
+
+  def body(o: UOp, semaphores: UOp) -> UOp:
+    t, g, memory = threads(GROUP), groups(COUNT), lds(1, 4 * GROUP)
+    lead, begun = t.eq(0), UOp.barrier(CUDA.exit_warps(t < 0))
+    stored = CUDA.store_chunk(memory.after(begun)[t * 4], *[t.cast(dtypes.float).bitcast(dtypes.uint)] * 4)
+    met = CUDA.named_barrier_sync(UOp.const(1), GROUP, CUDA.fence_proxy_async(stored))
+    taken = CUDA.semaphore_wait(semaphores[0], g, lead, met)
+    added = CUDA.bulk_wait(lead, CUDA.tma_reduce_add(o[0], memory[0], 16 * GROUP, g.eq(0), lead, taken))
+    last = CUDA.semaphore_release(semaphores[0], g + 1, lead, added)
+    last = CUDA.semaphore_add(semaphores[1], 1, lead, last) if counted else last
+    last = CUDA.semaphore_wait(semaphores[1], expected, g.eq(COUNT - 1) & lead, last)
+    last = CUDA.named_barrier_sync(UOp.const(2), GROUP, last) if ordered else last
+    reads = g >= first
+    read = o.after(last)[(t * 4).valid(reads)].load()
+    return o[(4 * GROUP + t).valid(reads)].store(read).end(t, g).sink(arg=kernel("summed", [], t).arg)
+
+  return body
+
+
+def run_summed(**mistake: Any) -> np.ndarray:
+  sums = np.full(5 * GROUP, np.nan, np.float32)
+  return launch(summed(**mistake), sums, np.zeros(2, np.int32), arch=ARCH)
+
+
+def test_a_sum_is_read_when_all_have_added() -> None:
+  np.testing.assert_array_equal(run_summed()[4 * GROUP :], np.arange(GROUP) * COUNT)
+
+
+@pytest.mark.parametrize(
+  ("mistake", "error", "message"),
+  [
+    ({"counted": False}, emulator.Divergence, "waits for 3 at a semaphore that is 0"),
+    ({"expected": COUNT + 1}, emulator.Divergence, "waits for 4 at a semaphore that is 3"),
+    ({"first": 0}, emulator.Race, "adds to argument 0, which has been read"),
+    ({"ordered": False}, emulator.Race, "reads argument 0 while it may be added to"),
+  ],
+)
+def test_sums_that_are_read_too_early(mistake: dict[str, Any], error: type[emulator.KernelError], message: str) -> None:
+  with pytest.raises(error, match=message):
+    run_summed(**mistake)
