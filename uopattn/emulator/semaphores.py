@@ -215,7 +215,7 @@ def _check(run: Run, x: Flight) -> None:
   """Record an addition. Raise Race unless it knows of the one before it, or if it stores over that one."""
   if x.to.name not in run.sums.last:
     size = x.to.data.size // 4
-    run.sums.last[x.to.name] = Last(*(np.full(size, -1) for _ in range(3)), np.zeros(size, bool))
+    run.sums.last[x.to.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1), np.zeros(size, bool))
   last, wave, lanes = run.sums.last[x.to.name], int(run.wave[x.lane]), np.array([x.lane])
   known = run.sums.through_semaphores(run, wave, {}) if run.sums.taken else run.sums.known(run, wave)
   for group, by, time in {*zip(*(y[x.index].tolist() for y in (last.group, last.wave, last.time)), strict=True)}:
