@@ -1,10 +1,12 @@
 """Persistent workgroups of `hopper_fused_backward` that also round dQ: against the oracle, and mistakes."""
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from conformance_backward import Shape
+from report_cuda import by_nvcc, figure, rendered
 from test_hopper_backward import CAUSAL as CAUSAL_MASK
 from test_hopper_backward import FUSED, SPEC, case_of
 
@@ -65,6 +67,18 @@ def test_tuning_tries_it_without_the_kernel_that_rounds() -> None:
   passes = candidates_backward(spec, Target("CUDA", "sm_90"))[:2]
   found = [[x.kernel.build.__name__ for x in launches] for launches in passes]
   assert found == [["begin", "backward", "finish"], ["begin", "backward"]]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+@pytest.mark.parametrize(("D", "spilled"), [(128, 28), pytest.param(64, 24, marks=pytest.mark.slow)])
+def test_spills(D: int, spilled: int) -> None:
+  """The warps that round have few registers, and spill some words per 16 rows."""
+  spec = replace(SPEC, Dk=D, Dv=D, masks=CAUSAL_MASK)
+  launch = candidates_backward(spec, Target("CUDA", "sm_90"))[1][1]
+  said = by_nvcc(rendered(launch.graph(), "sm_90"), "sm_90")[1]
+  assert figure(said, "bytes spill stores") <= spilled
+  assert "serializ" not in said
+  assert "setmaxnreg" not in said
 
 
 def test_tiles_state_their_laws() -> None:

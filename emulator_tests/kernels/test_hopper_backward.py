@@ -226,7 +226,8 @@ def test_heads_that_start_together_where_none_waits(M: int, expected: int) -> No
 def test_heads_with_the_last_keys_first(options: dict[str, Any], expected: list[tuple[int, int]]) -> None:
   """The tiles that are chosen, and those that tuning tries."""
   spec = replace(SPEC, **{"Dk": 128, "Dv": 128} | options)
-  assert [(x.section, x.descending) for x in hopper.fused_backward(spec, Target("CUDA", "sm_90"))] == expected
+  tried = hopper.fused_backward(spec, Target("CUDA", "sm_90"))
+  assert [(x.section, x.descending) for x in tried if not x.rounds_dq] == expected
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -488,7 +489,7 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
   """Persistent workgroups spill under a causal mask: where the last keys come first, up to eight words per tile."""
   spec, target = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None)), Target("CUDA", "sm_90")
-  first_ones = itertools.islice(hopper.fused_backward(spec, target), len(spilled))
+  first_ones = itertools.islice((x for x in hopper.fused_backward(spec, target) if not x.rounds_dq), len(spilled))
   for tiles, most in zip(first_ones, spilled, strict=True):
     for launch in dispatch_backward(spec, target):
       said = by_nvcc(rendered(replace(launch, tiles=tiles).graph(), "sm_90"), "sm_90")[1]
@@ -531,4 +532,4 @@ def test_shared_memory_is_counted(D: int, stages: int, persistent: bool) -> None
 def test_three_stages_are_too_many_at_a_head_size_of_128() -> None:
   target, spec = Target("CUDA", "sm_90"), replace(SPEC, Dk=128, Dv=128)
   assert Tiles(3).shared_bytes(128, 128) > target.lds
-  assert sorted(x.stages for x in hopper.fused_backward(spec, target)) == [1, 2]
+  assert {x.stages for x in hopper.fused_backward(spec, target)} == {1, 2}
