@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from conformance_backward import Shape
 from report_cuda import by_nvcc, figure, rendered
-from test_hopper_backward import CAUSAL as CAUSAL_MASK
-from test_hopper_backward import FUSED, SPEC, case_of
+from test_hopper_backward import FUSED, case_of
+from test_hopper_backward_tiles import CAUSAL as CAUSAL_MASK
+from test_hopper_backward_tiles import SPEC
 
 import uopattn.emulator as emulator
 from uopattn.dsl.nvidia.dq_rounding import RoundingBeside

@@ -1,7 +1,5 @@
 """`hopper_fused_backward`: gradients that match the oracle, what it serves, and mistakes in what only it has."""
 
-import itertools
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 from conformance_backward import BFLOAT, HALF, Case, Machine, Shape
 from gradients import check_gradients, gradients_of
 from helpers import dispatch_among, inputs
-from report_cuda import by_nvcc, figure, rendered
 from test_dropout import P, kept_by_seed
 from test_features import FEATURES, some
 from tinygrad import Tensor, UOp
@@ -21,19 +18,11 @@ from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import tma, wgmma
 from uopattn.dsl.nvidia.key_blocks import KeyBlock, KeyBlocks, QueryTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter
-from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.target import Target
 from uopattn.emulator.tracks import ORDERS, ordered
 from uopattn.kernels import hopper_fused_backward
-from uopattn.kernels.hopper_fused_backward import Tiles, section
-from uopattn.plan.dispatch import dispatch_backward
-from uopattn.plan.tiles import hopper
-from uopattn.runtime.cuda import shared_offsets
 from uopattn.runtime.prepare import compiled
-from uopattn.spec.layout import Layout
-from uopattn.spec.spec import AttentionSpec
 
-FUSED, CAUSAL = Machine("fused", "sm_90", HALF), (Window(None, 0),)
+FUSED = Machine("fused", "sm_90", HALF)
 
 
 def case_of(shape: Shape, options: dict[str, Any] | None = None, machine: Machine = FUSED, **fields: int) -> Case:
@@ -181,79 +170,10 @@ def test_any_order_of_warpgroups_gives_the_same_bits() -> None:
     np.testing.assert_array_equal(found[1][name], x)
 
 
-@pytest.mark.parametrize(
-  ("kv_heads", "group", "M", "masked", "expected"),
-  [
-    (512, 1, 1024, False, 16),
-    (128, 1, 4096, False, 4),
-    (128, 1, 4096, True, 8),
-    (32, 1, 16384, False, 1),
-    (32, 1, 65536, False, 1),  # not even one head fits the cache
-    (32, 4, 4096, False, 4),  # of the query heads that share keys one counts
-    (32, 4, 4096, True, 8),
-    (8, 4, 8192, True, 4),
-    (64, 1, 4096, False, 8),  # so short a pass that the first workgroups' wait counts
-    (10, 4, 4096, True, 10),  # 8 would leave 2
-    (28, 1, 4096, True, 7),
-    (37, 1, 4096, True, 8),  # a prime number
-    (2, 1, 512, False, 2),
-  ],
-)
-def test_heads_that_start_together(kv_heads: int, group: int, M: int, masked: bool, expected: int) -> None:
-  assert section(kv_heads, group, M, 128, 128, masked) == expected
-
-
-@pytest.mark.parametrize(("M", "expected"), [(1024, 16), (4096, 4), (8192, 2), (16384, 1), (65536, 1)])
-def test_heads_that_start_together_where_none_waits(M: int, expected: int) -> None:
-  assert section(128, 1, M, 128, 128, True, waits=False) == expected
-
-
-@pytest.mark.parametrize(
-  ("options", "expected"),
-  [
-    ({"masks": CAUSAL}, [(4, 124), (8, 0), (4, 124)]),
-    ({"masks": CAUSAL, "B": 1, "Hq": 9, "Hkv": 9}, [(3, 6), (9, 0), (3, 6)]),
-    ({"masks": CAUSAL, "Hkv": 8}, [(8, 0), (8, 0)]),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64}, [(8, 0), (8, 120), (8, 0), (8, 0)]),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "B": 1}, [(8, 24), (8, 0), (8, 24), (8, 24)]),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "B": 2}, [(8, 0), (8, 56), (8, 0), (8, 0)]),
-    ({}, [(4, 0), (4, 0)]),
-    ({"masks": CAUSAL, "B": 1, "Hq": 5, "Hkv": 5}, [(5, 0), (5, 0)]),  # one section
-    ({"masks": CAUSAL, "B": 1, "Hq": 4, "Hkv": 4}, [(4, 0), (4, 0)]),  # one round of workgroups
-    ({"masks": CAUSAL, "B": 1, "Hq": 2, "Hkv": 2}, [(2, 0), (2, 0)]),  # all blocks are shared
-  ],
-)
-def test_heads_with_the_last_keys_first(options: dict[str, Any], expected: list[tuple[int, int]]) -> None:
-  """The tiles that are chosen, and those that tuning tries."""
-  spec = replace(SPEC, **{"Dk": 128, "Dv": 128} | options)
-  tried = hopper.fused_backward(spec, Target("CUDA", "sm_90"))
-  assert [(x.section, x.descending) for x in tried if not x.rounds_dq] == expected
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sections_of_a_head_each(is_causal: bool) -> None:
   with FUSED.device():
     case_of((1, 2, 2, 70, 270, 16, 8), {"is_causal": is_causal, "q_start": 200}, section=1).check()
-
-
-@pytest.mark.parametrize(
-  ("options", "rest", "parts", "together"),
-  [
-    ({}, 4, 32, 4),  # 31 rounds of 132 workgroups, and 4 more
-    ({"M": 4032}, 4, 32, 4),  # of 63 tiles of queries: no fewer than 2 each
-    ({"M": 640}, 4, 10, 64),
-    ({"B": 1, "Hq": 40, "Hkv": 10, "M": 2048, "N": 2048}, 28, 4, 10),
-    ({"B": 1, "Hq": 37, "Hkv": 37, "N": 1024}, 32, 4, 8),
-    ({"Hkv": 8}, 0, 1, 4),  # 100 of 132 are busy in the last round
-    ({"B": 33}, 0, 1, 4),  # all are
-    ({"M": 64}, 0, 1, 128),  # a tile of queries
-    ({"masks": CAUSAL}, 0, 1, 4),
-    ({"B": 1, "Hq": 28, "Hkv": 4, "M": 2048, "N": 2048, "masks": CAUSAL}, 64, 2, 4),  # all start at once
-  ],
-)
-def test_blocks_of_keys_that_workgroups_share(options: dict[str, Any], rest: int, parts: int, together: int) -> None:
-  tiles = next(hopper.fused_backward(replace(SPEC, Dk=128, Dv=128, **options), Target("CUDA", "sm_90")))
-  assert (tiles.rest, tiles.parts, tiles.section) == (rest, parts, together)
 
 
 SHARED: dict[str, tuple[Shape, dict[str, Any]]] = {
@@ -384,27 +304,6 @@ def test_persistent_workgroups_that_start_each_block_at_the_first_slot_are_caugh
   compiled.cache_clear()
 
 
-@pytest.mark.parametrize(
-  ("options", "expected"),
-  [
-    ({"M": 8192}, True),
-    ({"M": 8192, "Hkv": 8}, True),
-    ({"masks": CAUSAL}, True),
-    ({"masks": CAUSAL, "Hkv": 8}, False),  # the warp that adds to dQ sets the pace
-    ({"M": 1024, "Dk": 64, "Dv": 64}, True),
-    ({"M": 1025, "Dk": 64, "Dv": 64}, False),  # tiles take more instructions
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64}, True),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "Hkv": 8}, True),
-    ({"M": 1024, "B": 1, "Hkv": 4, "N": 4096}, False),  # a block for each multiprocessor
-  ],
-)
-def test_which_workgroups_are_persistent(options: dict[str, Any], expected: bool) -> None:
-  tiles = next(
-    hopper.fused_backward(replace(SPEC, **{"Dk": 128, "Dv": 128} | options), Target("CUDA", "sm_90", units=128))
-  )
-  assert (tiles.persistent, tiles.multiprocessors) == (expected, 128)
-
-
 def test_shared_blocks_with_a_score_mod() -> None:
   rng = np.random.default_rng(0)
   with FUSED.device():
@@ -449,87 +348,3 @@ def test_graphs_know_what_instructions_write() -> None:
     slots = {x.name: i for i, x in enumerate(launch.buffers())}
     written = "dq_sum", "dk", "dv", "semaphores", "counter", "dk_parts", "dv_parts"
     assert {slots[name] for name in written} == set(launch.build(device).arg.outs)
-
-
-SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
-
-
-@pytest.mark.parametrize(
-  ("options", "expected"),
-  [
-    ({}, "hopper_fused_backward"),
-    ({"Hkv": 8}, "hopper_fused_backward"),
-    ({"M": 500, "N": 500}, "hopper_backward"),  # too short
-    ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting
-    ({"masks": (Window(None, 0),), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
-    ({"masks": (Window(100, 0),)}, "hopper_backward"),
-    ({"features": ("softcap", "attn_mask", "score_mod", "mask_mod", "dropout_p")}, "hopper_fused_backward"),
-    ({"features": ("kv_lengths",)}, "hopper_backward"),
-    ({"layouts": (("q", Layout(128 * 4096 * 68, 0, (32 * 4096 * 68, 4096 * 68, 68, 1))),)}, "hopper_backward"),
-    ({"layouts": (("q", Layout(128 * 4096 * 72, 8, (32 * 4096 * 72, 4096 * 72, 72, 1))),)}, "hopper_fused_backward"),
-    ({"Dk": 136, "Dv": 64}, "hopper_backward"),
-    ({"Dv": 128}, "hopper_fused_backward"),
-    ({"Dv": 192}, "hopper_fused_backward"),
-    ({"Dv": 208}, "cuda_backward"),  # the sums take more registers than there are
-  ],
-)
-def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
-  launches = dispatch_backward(replace(SPEC, **options), Target("CUDA", "sm_90"))
-  assert {x.schedule.name for x in launches} == {expected}
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
-@pytest.mark.parametrize(
-  ("D", "causal", "spilled"),
-  [
-    (128, True, [8, 8]),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [8]), (64, False, [0]), (64, True, [0, 88]))),
-  ],
-)
-def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
-  """Persistent workgroups spill under a causal mask: where the last keys come first, up to eight words per tile."""
-  spec, target = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None)), Target("CUDA", "sm_90")
-  first_ones = itertools.islice((x for x in hopper.fused_backward(spec, target) if not x.rounds_dq), len(spilled))
-  for tiles, most in zip(first_ones, spilled, strict=True):
-    for launch in dispatch_backward(spec, target):
-      said = by_nvcc(rendered(replace(launch, tiles=tiles).graph(), "sm_90"), "sm_90")[1]
-      assert figure(said, "bytes spill stores") <= most
-      assert "serializ" not in said
-
-
-def test_tiles_state_their_laws() -> None:
-  with pytest.raises(ValueError, match=r"Tiles\.stages=0: must be at least 1"):
-    Tiles(0)
-  with pytest.raises(ValueError, match=r"Tiles\.row_tiles=0: must be at least 1"):
-    Tiles(row_tiles=0)
-  with pytest.raises(ValueError, match=r"Tiles\.section=0: must be at least 1"):
-    Tiles(section=0)
-  with pytest.raises(ValueError, match=r"Tiles\.rest=-1: must be at least 0"):
-    Tiles(rest=-1)
-  with pytest.raises(ValueError, match=r"Tiles\.parts=0: must be at least 1"):
-    Tiles(parts=0)
-  with pytest.raises(ValueError, match=r"Tiles\.multiprocessors=0: must be at least 1"):
-    Tiles(multiprocessors=0)
-  with pytest.raises(ValueError, match=r"Tiles\.descending=-1: must be at least 0"):
-    Tiles(descending=-1)
-  for fields in ({"rest": 1, "parts": 2, "persistent": True}, {}):
-    with pytest.raises(ValueError, match=r"Tiles\.descending=1, rest=\d, persistent=.*: descending must be 0, or no"):
-      Tiles(descending=1, **fields)
-
-
-@pytest.mark.parametrize(
-  ("D", "stages", "persistent"), [(128, 2, True), (128, 2, False), (64, 3, True), (64, 1, False)]
-)
-def test_shared_memory_is_counted(D: int, stages: int, persistent: bool) -> None:
-  target = Target("CUDA", "sm_90")
-  launch = dispatch_backward(replace(SPEC, Dk=D, Dv=D), target)[1]
-  tiles = replace(launch.tiles, stages=stages, persistent=persistent)
-  used = shared_offsets(tuple(replace(launch, tiles=tiles).graph().toposort()))[1]
-  assert tiles.shared_bytes(D, D) == used <= target.lds
-  assert replace(tiles, persistent=launch.tiles.persistent) in hopper.fused_backward(launch.spec, target)
-
-
-def test_three_stages_are_too_many_at_a_head_size_of_128() -> None:
-  target, spec = Target("CUDA", "sm_90"), replace(SPEC, Dk=128, Dv=128)
-  assert Tiles(3).shared_bytes(128, 128) > target.lds
-  assert {x.stages for x in hopper.fused_backward(spec, target)} == {1, 2}
