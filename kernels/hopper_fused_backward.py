@@ -40,8 +40,8 @@ Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. 
 persistent workgroups spill 8 bytes, none per tile, and 100 where blocks are shared and N is no multiple of 128. At D=64
 it spills up to 64 bytes where the last keys come first, two to five words of them per tile.
 
-Speed on an H200, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads per key head 557 and 493;
-510 at D=64, causal 457. scripts/results/KERNELS.md has more.
+Speed on an H200 before dP started at -delta, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads
+per key head 557 and 493; 510 at D=64, causal 457. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
@@ -57,8 +57,15 @@ from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.dq_rounding import DQSums, RoundingBeside
-from uopattn.dsl.nvidia.gradient_mainloop import LSE as LSE_AT
-from uopattn.dsl.nvidia.gradient_mainloop import NEG_DELTA, SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
+from uopattn.dsl.nvidia.gradient_mainloop import (
+  LSE_AT,
+  SLICE,
+  WARPGROUPS,
+  GradientMainloop,
+  add_dq,
+  first_key,
+  neg_delta_at,
+)
 from uopattn.dsl.nvidia.gradient_pipeline import NUMBERS, GradientPipeline
 from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, KeyBlocks
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, Epilogue, row_of
@@ -307,7 +314,7 @@ def begin(
   for beyond, limit in ((finite < LOWEST, LOWEST), (finite > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
     finite = beyond.where(limit, finite)
   column, neg_delta = at % BLOCK, -lse_and_delta[1]
-  first = NEG_DELTA + column // 2 * 4 + column % 2
+  first = neg_delta_at(column)
   numbers = ((LSE_AT + column, (row < M).where(finite, float("inf"))), (first, neg_delta), (first + 2, neg_delta))
   tile = at // BLOCK * NUMBERS * BLOCK
   stores = [row_stats.base[(tile + i).valid(inside)].store(x) for i, x in numbers]
@@ -467,6 +474,7 @@ PASS = (
   *(Q, K, V, DO, ROW_STATS),
   *(x.written for x in (COUNTER, DK_PARTS, DV_PARTS)),
 )
+OF_PASS = partial(Kernel, backward, block=lambda x: (x.rows, BLOCK), of_keys=True)
 
 SCHEDULE = Schedule(
   "hopper_fused_backward",
@@ -474,14 +482,8 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16,
   kernels=(
     Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA, COUNTER.written, DONE.written), ("moves",)),
-    Kernel(backward, PASS, block=lambda x: (x.rows, BLOCK), of_keys=True, when=lambda x: not x.rounds_dq),
-    Kernel(
-      backward,
-      (*PASS, DONE.written, DQ.written),
-      block=lambda x: (x.rows, BLOCK),
-      of_keys=True,
-      when=lambda x: x.rounds_dq,
-    ),
+    OF_PASS(PASS, when=lambda x: not x.rounds_dq),
+    OF_PASS((*PASS, DONE.written, DQ.written), when=lambda x: x.rounds_dq),
     Kernel(add_parts, (DK.written, DV.written, DK_PARTS, DV_PARTS), ("tiles", "scale"), when=lambda x: x.rest > 0),
     Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("scale",), when=lambda x: not x.rounds_dq),
   ),

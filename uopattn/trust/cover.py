@@ -25,7 +25,8 @@ PREFILL: tuple[Sizes, ...] = (
 )
 SMALL = PREFILL[:4]  # those whose heads all kernels of biases have room for
 SPLIT: Sizes = (1, 4, 2, 40, 1100, 64, 64)  # whose keys GPUs split
-LONG = Problem(64, 4, 2, 40, 1 << 16, 64, 64, dtypes.float16, 1.0)  # whose query heads some pack
+OF_SPLIT = Problem(*SPLIT, dtypes.float16, 1.0)
+LONG = replace(OF_SPLIT, B=64, N=1 << 16)  # whose query heads some pack that do not pack those of `OF_SPLIT`
 DECODE: tuple[Sizes, ...] = (
   (2, 8, 2, 1, 800, 64, 64),
   (1, 8, 1, 3, 1040, 128, 128),
@@ -99,7 +100,7 @@ def _probes(schedule: Schedule, dtype: DType, backward: bool, quick: bool) -> It
   for features in () if backward or quick else ((), ("is_causal", "q_start Tensor", "kv_lengths Tensor")):
     probe = made(SPLIT, features)
     yield probe
-    if (heads := schedule.pack_gqa(LONG)) > 1:
+    if (heads := schedule.pack_gqa(LONG)) != schedule.pack_gqa(OF_SPLIT):
       yield replace(probe, pack_gqa=heads)
   for shape, features in zip(LATENT, () if backward else OF_LATENT, strict=False):
     yield made(shape, features)

@@ -47,8 +47,13 @@ SLICE = 64  # columns of dQ that a warpgroup computes
 WARPGROUPS = 2  # that compute
 # Where the numbers that come with a tile of Q begin: the LSE of each query; and -delta of each two, twice, as each lane
 # has their columns of two rows.
-LSE, NEG_DELTA = 0, BLOCK
+LSE_AT, NEG_DELTA_AT = 0, BLOCK
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
+
+
+def neg_delta_at(query: UOp) -> UOp:
+  """Where the first -delta of a tile's query is among the numbers that come with it; the second is two further on."""
+  return NEG_DELTA_AT + query // 2 * 4 + query % 2
 
 
 def add_dq(
@@ -196,7 +201,7 @@ class GradientMainloop:
       if i:
         issued = wait_for(2, sums[i - 1][0], issued)
       ready = wait_for(1, scores[0], issued)
-      lse = [slots.q.number(n, LSE + x, ready).load() for x in columns]
+      lse = [slots.q.number(n, LSE_AT + x, ready).load() for x in columns]
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = elements_of(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
@@ -205,7 +210,7 @@ class GradientMainloop:
         ready = self.start_dv(words[0], kept, of_dv, n, before)
       ready = wait_for(int(early), scores[1], ready)
       if not subtracted:  # only now, for want of registers
-        delta = [-slots.q.number(n, NEG_DELTA + x // 2 * 4 + x % 2, ready).load() for x in columns]
+        delta = [-slots.q.number(n, neg_delta_at(x), ready).load() for x in columns]
         score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
       elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)), subtracted)
       ds = self.packed(words[1], elements, ready)
@@ -248,7 +253,7 @@ class GradientMainloop:
 
   def set_neg_delta(self, n: UOp, dp: UOp, *after: UOp) -> UOp:
     """Set the accumulators of dP to -delta of their queries."""
-    of_lane = NEG_DELTA + self.group.lane % QUAD * 4
+    of_lane = NEG_DELTA_AT + self.group.lane % QUAD * 4
     loads = (
       CUDA.load_floats(dp[4 * j], self.slots.q.number(n, of_lane + j * MMA_N * 2, *after), *after)
       for j in range(BLOCK // MMA_N)
