@@ -19,7 +19,7 @@ one's. Where Dk is up to 64 it passes over such tiles, and each warpgroup has ma
 own keys. At D=64 that is 1.09 and 1.10 times as fast on two H200s for N=512, 1.05 and 1.07 for 1024, and 1.01 and 1.04
 for 4096. Above, where both must meet in each tile, it would gain nothing.
 
-There are four kernels: `begin` puts the LSE and -delta of each query where copies can load them with its tile, and sets
+There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
 they share; `finish` rounds dQ, unless persistent workgroups do it beside the pass (`Tiles.rounds_dq`, which tuning
 tries). `preferred` says which cases are left to `hopper_backward`.
@@ -37,11 +37,12 @@ of queries, so that it seldom waits for another part of the block before, and st
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
 (`uopattn.dsl.nvidia.gradient_pipeline`). Without score functions nvcc 13 spills nothing in most passes. At D=128
-persistent workgroups spill 8 bytes, none per tile, and 100 where blocks are shared and N is no multiple of 128. At D=64
-it spills up to 64 bytes where the last keys come first, two to five words of them per tile.
+persistent workgroups spill 20 to 52 bytes under a causal mask, one or two words of them per tile, and up to 196 where
+blocks are shared and N is no multiple of 128. At D=64 it spills up to 92 bytes where the last keys come first, six to
+eight words of them per tile.
 
-Speed on an H200 before dP started at -delta, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads
-per key head 557 and 493; 510 at D=64, causal 457. scripts/results/KERNELS.md has more.
+Speed on an H200, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads per key head 557 and 493;
+510 at D=64, causal 457. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
@@ -57,16 +58,8 @@ from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.dq_rounding import DQSums, RoundingBeside
-from uopattn.dsl.nvidia.gradient_mainloop import (
-  LSE_AT,
-  SLICE,
-  WARPGROUPS,
-  GradientMainloop,
-  add_dq,
-  first_key,
-  neg_delta_at,
-)
-from uopattn.dsl.nvidia.gradient_pipeline import NUMBERS, GradientPipeline
+from uopattn.dsl.nvidia.gradient_mainloop import SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
+from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, KeyBlocks
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -294,8 +287,8 @@ def begin(
   """Build the kernel that prepares the pass.
 
   Args:
-    row_stats: (heads, tiles, 3, 64) float32, receives the LSE of a tile's queries, then -delta of each two of them,
-      twice. For a query that does not exist the LSE is infinite, so that its weights are 0.
+    row_stats: (heads, tiles, 2, 64) float32, receives the LSE and delta. For a query that does not exist the LSE is
+      infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
     counter, done: (1,) and (kv_heads,) int32, set to 0.
@@ -313,11 +306,9 @@ def begin(
   finite = lse_and_delta[0] if moves else lse_and_delta[0] * LOG2E
   for beyond, limit in ((finite < LOWEST, LOWEST), (finite > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
     finite = beyond.where(limit, finite)
-  column, neg_delta = at % BLOCK, -lse_and_delta[1]
-  first = neg_delta_at(column)
-  numbers = ((LSE_AT + column, (row < M).where(finite, float("inf"))), (first, neg_delta), (first + 2, neg_delta))
-  tile = at // BLOCK * NUMBERS * BLOCK
-  stores = [row_stats.base[(tile + i).valid(inside)].store(x) for i, x in numbers]
+  numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
+  to = at // BLOCK * 2 * BLOCK + at % BLOCK
+  stores = [row_stats.base[(to + i * BLOCK).valid(inside)].store(x) for i, x in enumerate(numbers)]
   for x in (semaphores, counter, done):
     if x is not None:
       stores.append(x.base[at.valid(at < x.base.max_numel())].store(UOp.const(0, dtypes.int)))
@@ -406,7 +397,7 @@ def backward(
     return (*kv, *(HeadView.of(x, head, UOp.const(M)) for x in (q, do)))
 
   def numbers(head: UOp, tile: UOp) -> UOp:
-    return row_stats.base[(head * n_tiles + tile) * NUMBERS * BLOCK]
+    return row_stats.base[(head * n_tiles + tile) * 2 * BLOCK]
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
   dq_tile = s.buffer(slices(Dk) * BLOCK * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
@@ -454,7 +445,7 @@ def backward(
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
 
 
-ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), NUMBERS, BLOCK), in_float32, scratch=True)
+ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), 2, BLOCK), in_float32, scratch=True)
 COUNTER = Buffer("counter", lambda p, tiles, _: (int(tiles.persistent),), lambda p: dtypes.int, scratch=True)
 DONE = Buffer("done", lambda p, tiles, _: (tiles.rounds_dq * p.B * p.Hkv,), lambda p: dtypes.int, scratch=True)
 SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)

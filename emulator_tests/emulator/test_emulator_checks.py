@@ -332,21 +332,6 @@ STATEMENTS = {
     emulator.OutOfBounds,
     r"stores 16 bytes at LDS 0 .* at byte \[-16\] \(and the 15 after it\), which has 1280 bytes",
   ),
-  "numbers at a bad address": (
-    lambda t, s, r, x: CUDA.load_floats(r[0], s.after(CUDA.store_word(s[t], words(x[t])[0]))[2 * t]),
-    emulator.Misaligned,
-    "reads 16 bytes at an LDS address that is not a multiple of 16",
-  ),
-  "numbers that nobody stored": (
-    lambda t, s, r, x: CUDA.load_floats(r[0], s[4 * t]),
-    emulator.Unwritten,
-    "LDS 0",
-  ),
-  "numbers of global memory": (
-    lambda t, s, r, x: CUDA.load_floats(r[0], x[4 * t]),
-    emulator.OutOfBounds,
-    "reads 16 bytes at argument 1, which is not in LDS",
-  ),
   "word in global memory": (
     lambda t, s, r, x: CUDA.store_word(x[t], words(x[t])[0]),
     emulator.OutOfBounds,

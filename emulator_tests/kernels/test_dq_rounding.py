@@ -71,7 +71,7 @@ def test_tuning_tries_it_without_the_kernel_that_rounds() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
-@pytest.mark.parametrize(("D", "spilled"), [(128, 28), pytest.param(64, 24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("D", "spilled"), [(128, 36), pytest.param(64, 24, marks=pytest.mark.slow)])
 def test_spills(D: int, spilled: int) -> None:
   """The warps that round have few registers, and spill some words per 16 rows."""
   spec = replace(SPEC, Dk=D, Dv=D, masks=CAUSAL_MASK)

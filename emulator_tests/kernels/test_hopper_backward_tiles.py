@@ -140,8 +140,8 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
   ("D", "causal", "spilled"),
   [
-    (128, True, [8, 8]),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [8]), (64, False, [0]), (64, True, [0, 44]))),
+    (128, True, [20, 24]),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [0]), (64, False, [0]), (64, True, [0, 88]))),
   ],
 )
 def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
@@ -179,5 +179,5 @@ def test_shared_memory_is_counted(D: int, stages: int, persistent: bool) -> None
 
 def test_three_stages_are_too_many_at_a_head_size_of_128() -> None:
   target, spec = Target("CUDA", "sm_90"), replace(SPEC, Dk=128, Dv=128)
-  assert Tiles(3).shared_bytes(128, 128) > target.lds
+  assert Tiles(3).shared_bytes(128, 128) == target.lds + 128
   assert {x.stages for x in hopper.fused_backward(spec, target)} == {1, 2}

@@ -183,11 +183,6 @@ def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> Non
   to.memory.store(u, to.index, to.dtype, sums)
 
 
-def _load_floats(run: Run, u: UOp, to: Pointer, source: Pointer) -> None:
-  aligned(run, u, source, CHUNK, "reads 16 bytes at", run.active())
-  to.memory.store(u, to.index, to.dtype, source.memory.load(u, source.index, source.dtype, 4))
-
-
 def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> None:
   aligned(run, u, to, CHUNK, "stores 16 bytes at", run.active())
   _set_words(run, u, to, *words)
@@ -252,7 +247,6 @@ MEANINGS: dict[str, Meaning] = {
   "fma_halves": _fma_pairs(dtypes.half),
   "fma_bfloats": _fma_pairs(dtypes.bfloat16),
   "set_words": _set_words,
-  "load_floats": _load_floats,
   "store_chunk": _store_chunk,
   "store_word": _store_word,
   "cp_async": copies.start,

@@ -211,17 +211,6 @@ class Cuda(Dialect):
   def set_words(self, to: UOp, a: Word, b: Word, c: Word, d: Word) -> Statement:
     """Write four uint32 to the 16 bytes of registers, of any type, at `to`. A statement; costs no instruction."""
 
-  @instruction(
-    cuda="[&](){{ float* d = {0}; asm volatile("
-    '"ld.shared.v4.f32 {{%0,%1,%2,%3}}, [%4];":"=f"(d[0]),"=f"(d[1]),"=f"(d[2]),"=f"(d[3])'
-    f':{_shared("{1}")}:"memory"); return 0; }}}}()'
-  )
-  def load_floats(self, to: UOp, source: UOp, *after: UOp) -> Statement:
-    """Load four float32 from LDS at `source`, 16-byte aligned, to the registers at `to`, in one instruction.
-
-    No copies of them are made, as the compiler may of equal numbers that it loads once. A statement.
-    """
-
   @instruction(cuda=_STORE_CHUNK, sm_75=_STORE_CHUNK)
   def store_chunk(self, to: UOp, a: Word, b: Word, c: Word, d: Word) -> Statement:
     """Store four uint32 to the 16 bytes of LDS at `to`, 16-byte aligned, in one instruction. A statement."""

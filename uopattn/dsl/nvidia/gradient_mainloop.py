@@ -11,13 +11,11 @@ Before the last dK of the tile is started:
     wait for dQ                            to shared memory, from where `add_dq` adds it to memory
 Where Dk is above 64 a warpgroup has 64 keys: both wait for each other, and each computes 64 columns of dQ over all
 keys. Up to 64 it computes dQ over its own keys only, and the second warpgroup adds its share to the first one's in
-shared memory. So the first one never waits, and one computes P and dS while the other multiplies. There a warpgroup may
-also pass over a tile none of whose queries sees its keys: it computes nothing, and adds nothing.
-
-dP starts at -delta, which lies in shared memory as the accumulators do in registers. With dropout, which comes before
-delta is subtracted, it starts at 0.
+shared memory. So the first one never waits, and one computes P and dS while the other multiplies.
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
+
+There a warpgroup may pass over a tile none of whose queries sees its keys: it computes nothing, and adds nothing.
 """
 
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, Operands
 from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, QueryTiles, Sight
-from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, QUAD, WARP
+from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, WARP
 from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
@@ -45,15 +43,8 @@ from uopattn.dsl.scope import Scope, sizes
 
 SLICE = 64  # columns of dQ that a warpgroup computes
 WARPGROUPS = 2  # that compute
-# Where the numbers that come with a tile of Q begin: the LSE of each query; and -delta of each two, twice, as each lane
-# has their columns of two rows.
-LSE_AT, NEG_DELTA_AT = 0, BLOCK
+LSE, DELTA = range(2)  # of each query, as they come with Q
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
-
-
-def neg_delta_at(query: UOp) -> UOp:
-  """Where the first -delta of a tile's query is among the numbers that come with it; the second is two further on."""
-  return NEG_DELTA_AT + query // 2 * 4 + query % 2
 
 
 def add_dq(
@@ -190,18 +181,15 @@ class GradientMainloop:
     columns = queries_of_columns(UOp.const(0), BLOCK, self.group.lane)
     queries = queries_of_columns(tile * BLOCK, BLOCK, self.group.lane)
     early = self.splits_columns and rules.rules.has_score_mods  # else P is packed with dS, for want of registers
-    subtracted = rules.rules.seed is None  # delta, from dP
     issued = slots.q.wait(n, *after, *(x for of_tile in sums for x in of_tile))
     for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
-      if subtracted:  # before S is started: ptxas serializes products if their accumulators are set between them
-        issued = self.set_neg_delta(n, scores[1], issued)
       issued = self.start_scores(i, slots.k, slots.q.tile(n), scores[0], issued)
       issued = issued if i else slots.do.wait(n, issued)
-      issued = self.start_scores(i, slots.v, slots.do.tile(n), scores[1], issued, added=subtracted)
+      issued = self.start_scores(i, slots.v, slots.do.tile(n), scores[1], issued)
       if i:
         issued = wait_for(2, sums[i - 1][0], issued)
       ready = wait_for(1, scores[0], issued)
-      lse = [slots.q.number(n, LSE_AT + x, ready).load() for x in columns]
+      lse = slots.q.numbers(n, LSE, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = elements_of(scores[0].after(ready))
       p = weights(CUDA, rules, score_rows, products, masked)
@@ -209,10 +197,9 @@ class GradientMainloop:
       if early:
         ready = self.start_dv(words[0], kept, of_dv, n, before)
       ready = wait_for(int(early), scores[1], ready)
-      if not subtracted:  # only now, for want of registers
-        delta = [-slots.q.number(n, neg_delta_at(x), ready).load() for x in columns]
-        score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
-      elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)), subtracted)
+      delta = slots.q.numbers(n, DELTA, columns, ready)  # only now, for want of registers
+      score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
+      elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)))
       ds = self.packed(words[1], elements, ready)
       issued = UOp.group(*self.store_ds(i, n, [ds[i].load() for i in range(BLOCK // 4)]))
       if not early:
@@ -251,24 +238,12 @@ class GradientMainloop:
     threads = self.warpgroup.eq(WARPGROUPS - 1).where(UOp.const(THREADS + WARP), 2 * THREADS)
     return CUDA.named_barrier_arrive(DS_STORED + self.warpgroup + 1, threads, UOp.const(True), *after)
 
-  def set_neg_delta(self, n: UOp, dp: UOp, *after: UOp) -> UOp:
-    """Set the accumulators of dP to -delta of their queries."""
-    of_lane = NEG_DELTA_AT + self.group.lane % QUAD * 4
-    loads = (
-      CUDA.load_floats(dp[4 * j], self.slots.q.number(n, of_lane + j * MMA_N * 2, *after), *after)
-      for j in range(BLOCK // MMA_N)
-    )
-    return UOp.group(*loads)
-
-  def start_scores(
-    self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp, added: bool = False
-  ) -> UOp:
-    """Start the product of a tile of this warpgroup's keys with the rows of a tile, (64, block); `added` to what is."""
+  def start_scores(self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
+    """Start the product of a tile of this warpgroup's keys with the rows of a tile, (64, block)."""
     keys = stationary.tile(UOp.const(0), *after)
     steps, panels = keys.columns // wgmma.K, (keys.panel, tile.panel)
     rows = keys.address(self.first_key(row_tile))
-    form, columns = wgmma.Form.ADDED if added else wgmma.Form.SHARED, tile.after(*after).address()
-    return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, columns, panels, *after, form=form)
+    return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""

@@ -30,7 +30,6 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope, clamp
 
-NUMBERS = 3  # that come with a query: its LSE, and -delta twice
 SMALL, LARGE = 128, 1024  # bytes of shared memory in whose multiples barriers, and what is as large, are placed
 
 
@@ -101,7 +100,7 @@ class GradientPipeline:
     self._counter, self._blocks = counter, blocks
     tiles = [*stationary, *streamed]
     q = streamed[0]
-    numbers = [None, None, s.buffer(NUMBERS * q.slots * q.rows, space=AddrSpace.LOCAL), None]
+    numbers = [None, None, s.buffer(2 * q.slots * q.rows, space=AddrSpace.LOCAL), None]
     room = room_for(s, len(tiles))
     self._sources = [Source(i, x, room, i > 1, y) for i, (x, y) in enumerate(zip(tiles, numbers, strict=True))]
     barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
@@ -115,7 +114,7 @@ class GradientPipeline:
   def shared_bytes(stationary: list[SwizzledTiles], streamed: list[SwizzledTiles], persistent: bool) -> int:
     """Bytes of shared memory for all tiles, the numbers of rows, tensor maps, barriers and the number of a block."""
     tiles, q = [*stationary, *streamed], streamed[0]
-    numbers = 4 * NUMBERS * q.slots * q.rows
+    numbers = 4 * 2 * q.slots * q.rows
     barriers = [8, *(2 * 8 * x.slots for x in tiles)]  # `free` first
     placed = [numbers, 4 * len(tiles) * MAP_WORDS, *barriers, 4 * persistent]
     return sum(x.bytes for x in tiles) + sum(round_up(x, LARGE if x >= LARGE else SMALL) for x in placed)
@@ -132,7 +131,7 @@ class GradientPipeline:
     Args:
       views: (key head, query head) -> the rows of keys, values, queries and dO.
       block_of: (number) -> what a workgroup does that has taken it.
-      numbers: (query head, tile) -> where the numbers of a tile's queries begin.
+      numbers: (query head, tile) -> where the LSE of a tile's queries begins, which delta follows.
       beside: (after) -> what one more warp does meanwhile that neither produces nor consumes.
     """
     first, zero = self._group.thread.eq(0), UOp.const(0)

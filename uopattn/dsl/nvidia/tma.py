@@ -161,12 +161,12 @@ class Slots:
       return after
     return (CUDA.mbarrier_wait(self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
 
-  def number(self, n: UOp, i: UOp, *after: UOp) -> UOp:
-    """The address of the i-th of the numbers that came with tile n."""
+  def numbers(self, n: UOp, which: int, rows: list[UOp], *after: UOp) -> list[UOp]:
+    """Read the numbers that came with rows of tile n: of those of each row, that of index `which`."""
     assert self.source is not None
     assert self.source.numbers is not None
-    first = (n + self.count) % self.stages * self.source.per_row * self.tiles.rows
-    return self.source.numbers.after(*after)[first + i]
+    first = ((n + self.count) % self.stages * self.source.per_row + which) * self.tiles.rows
+    return [self.source.numbers.after(*after)[first + row].load() for row in rows]
 
   def wait(self, n: UOp, *after: UOp, last: bool = False) -> UOp:
     """Wait until tile n has arrived, whether or not it is the last one."""
