@@ -40,7 +40,8 @@ def row_sums(dialect: Dialect, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp 
   """
   (heads, M, Dv), s = sizes(o), Scope()
   group = Workgroup(s, 1, ceildiv(heads * M, BLOCK_ROWS), BLOCK_ROWS * LANES // WARP, WARP)
-  row, lane = group.block * BLOCK_ROWS + group.thread // LANES, group.lane % LANES
+  block = ceildiv(heads * M, BLOCK_ROWS) - 1 - group.block  # the rows stored last are still in the L2 cache
+  row, lane = block * BLOCK_ROWS + group.thread // LANES, group.lane % LANES
   exists = row < heads * M
   left, right = (_chunks(x, row, exists) for x in (o, do))
   chunks = [lane + i * LANES for i in range(ceildiv(Dv * o.dtype.itemsize, 4 * CHUNK_WORDS * LANES))]

@@ -21,8 +21,7 @@ for 4096. Above, where both must meet in each tile, it would gain nothing.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
-they share; `finish` rounds dQ, unless persistent workgroups do it beside the pass (`Tiles.rounds_dq`, which tuning
-tries). `preferred` says which cases are left to `hopper_backward`.
+they share; `finish` rounds dQ. `preferred` says which cases are left to `hopper_backward`.
 
 A multiprocessor holds one workgroup. Where that pays (`Tiles.scheduled`) workgroups are persistent: each takes blocks
 one after another from a counter in memory, and loads the next keys and queries while it stores dK and dV. On an H200
@@ -57,11 +56,10 @@ from uopattn.dsl import LOG2E, Scope, gated, sizes
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.dq_rounding import DQSums, RoundingBeside
 from uopattn.dsl.nvidia.gradient_mainloop import SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, KeyBlocks
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, Epilogue, row_of
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.head_view import HeadView
@@ -103,7 +101,6 @@ class Tiles:
     descending: key heads, the first ones, whose blocks of keys start from the last one on, each with its first tile of
       queries. Those of other heads start from the first one on, each with its last tile.
     persistent: whether workgroups take blocks, or parts of them, one after another.
-    rounds_dq: whether persistent workgroups also round dQ, of each head as soon as its blocks have been added.
     multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
 
@@ -114,7 +111,6 @@ class Tiles:
   parts: int = 1
   descending: int = 0
   persistent: bool = False
-  rounds_dq: bool = False
   multiprocessors: int = 132  # of an H100 or H200
 
   def __post_init__(self) -> None:
@@ -135,8 +131,6 @@ class Tiles:
         f"Tiles.descending={self.descending}, rest={self.rest}, persistent={self.persistent}: descending must be 0, or "
         "no blocks shared and workgroups persistent"
       )
-    if self.rounds_dq and not self.persistent:
-      raise ValueError(f"Tiles.rounds_dq={self.rounds_dq}: must be False, or workgroups persistent")
     if self.multiprocessors < 1:
       raise ValueError(f"Tiles.multiprocessors={self.multiprocessors}: must be at least 1")
 
@@ -274,16 +268,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   return min(p.M, p.N) >= FROM and ENOUGH[p.Dk > SLICE][bool(p.masks)] * first_wave <= tiles
 
 
-def begin(
-  row_stats: UOp,
-  semaphores: UOp,
-  lse: UOp,
-  delta: UOp,
-  counter: UOp | None = None,
-  done: UOp | None = None,
-  *,
-  moves: bool,
-) -> UOp:
+def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | None = None, *, moves: bool) -> UOp:
   """Build the kernel that prepares the pass.
 
   Args:
@@ -291,7 +276,7 @@ def begin(
       infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
-    counter, done: (1,) and (kv_heads,) int32, set to 0.
+    counter: (1,) int32, set to 0.
     moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
   (heads, n_tiles, *_), (_, M) = sizes(row_stats), sizes(lse)
@@ -309,20 +294,35 @@ def begin(
   numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
   to = at // BLOCK * 2 * BLOCK + at % BLOCK
   stores = [row_stats.base[(to + i * BLOCK).valid(inside)].store(x) for i, x in enumerate(numbers)]
-  for x in (semaphores, counter, done):
+  for x in (semaphores, counter):
     if x is not None:
       stores.append(x.base[at.valid(at < x.base.max_numel())].store(UOp.const(0, dtypes.int)))
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
 
 
 def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, scale: float) -> UOp:
-  """Build the kernel that rounds dQ; see `DQSums`."""
-  (heads, M, Dk), (_, n_tiles) = sizes(dq), sizes(semaphores)
-  s, sums = Scope(), DQSums(dq, dq_sum, semaphores, scale)
+  """Build the kernel that rounds dQ.
+
+  Args:
+    dq: (heads, M, Dk), receives dQ.
+    dq_sum: (heads, tiles, slices, 4096) float32, the sums as accumulators lie in registers.
+    semaphores: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
+    scale: factor of the sums.
+  """
+  (heads, M, Dk), (_, n_tiles, n_slices, _) = sizes(dq), sizes(dq_sum)
+  s = Scope()
   group = Workgroup(s, heads, n_tiles, WARPS, WARP)
-  tile = group.head * n_tiles + group.block
-  rounded = sums.round(s, tile, group.warp, group.lane, 0, sums.chunks)
-  return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", rounded)
+  tile = heads * n_tiles - 1 - group.item  # what was added last is still in the L2 cache
+  group, values = group.at(tile // n_tiles, tile % n_tiles), s.buffer(n_slices * SLICE // 2)
+  added = semaphores.base[tile].load().ne(0)
+  stores = []
+  for i in range(n_slices * SLICE // MMA_N):
+    at = ((tile * n_slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
+    stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
+  acc, first = values.after(UOp.group(*stores)), group.block * BLOCK + group.warp * MMA_M
+  rows = [first + row_of(group.lane, half) for half in range(HALVES)]
+  written = Epilogue(dq, group.head, group.lane).store_halves(rows, acc, scale)
+  return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
 
 
 def add_parts(dk: UOp, dv: UOp, dk_parts: UOp, dv_parts: UOp, *, tiles: Tiles, scale: float) -> UOp:
@@ -360,8 +360,6 @@ def backward(
   counter: UOp | None = None,
   dk_parts: UOp | None = None,
   dv_parts: UOp | None = None,
-  done: UOp | None = None,
-  dq: UOp | None = None,
   *,
   rules: Rules,
   tiles: Tiles,
@@ -378,8 +376,6 @@ def backward(
       they are not persistent.
     dk_parts, dv_parts: (rest * parts, rows, size) float32, receive what each workgroup has of a block that is shared;
       None if none is.
-    done: (kv_heads,) int32, 0 before, counts the blocks of each head that have been added; None if `dq` is.
-    dq: as q, receives dQ, rounded; None if `finish` rounds it.
     rules: masks and scaling.
     tiles: block sizes.
   """
@@ -404,16 +400,7 @@ def backward(
   consumers = WARPGROUPS * WARPS
   taken_from = None if counter is None else counter.base[0]
   pipe = GradientPipeline(s, group, stationary, streamed, consumers, REGISTERS_PER_THREAD, blocks, taken_from)
-  add = partial(add_dq, s, group, pipe, block_of, semaphores, dq_sum, dq_tile)
-
-  def beside(after: UOp) -> UOp:
-    if done is None or dq is None:
-      return add(None, after)
-    sums = DQSums(dq, dq_sum, semaphores, rules.scale)
-    rounding = RoundingBeside(sums, done, ceildiv(N, tiles.rows), tiles.parts)
-    others = range(consumers + 2, tiles.threads // WARP)  # warps besides the producer and the one that adds
-    return rounding.run(s, group, workgroups, others, add(rounding.count, after))
-
+  beside = partial(add_dq, s, group, pipe, block_of, semaphores, dq_sum, dq_tile)
   trip = pipe.trip(pipe.start(views, block_of, numbers, beside))
 
   of_keys = block_of(trip.number)
@@ -447,7 +434,6 @@ def backward(
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), 2, BLOCK), in_float32, scratch=True)
 COUNTER = Buffer("counter", lambda p, tiles, _: (int(tiles.persistent),), lambda p: dtypes.int, scratch=True)
-DONE = Buffer("done", lambda p, tiles, _: (tiles.rounds_dq * p.B * p.Hkv,), lambda p: dtypes.int, scratch=True)
 SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
 
 
@@ -460,23 +446,25 @@ DQ_SUM = Buffer(
   "dq_sum", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), slices(p.Dk), BLOCK * SLICE), in_float32, scratch=True
 )
 
-PASS = (
-  *(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)),
-  *(Q, K, V, DO, ROW_STATS),
-  *(x.written for x in (COUNTER, DK_PARTS, DV_PARTS)),
-)
-OF_PASS = partial(Kernel, backward, block=lambda x: (x.rows, BLOCK), of_keys=True)
 
 SCHEDULE = Schedule(
   "hopper_fused_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA, COUNTER.written, DONE.written), ("moves",)),
-    OF_PASS(PASS, when=lambda x: not x.rounds_dq),
-    OF_PASS((*PASS, DONE.written, DQ.written), when=lambda x: x.rounds_dq),
+    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA, COUNTER.written), ("moves",)),
+    Kernel(
+      backward,
+      (
+        *(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)),
+        *(Q, K, V, DO, ROW_STATS),
+        *(x.written for x in (COUNTER, DK_PARTS, DV_PARTS)),
+      ),
+      block=lambda x: (x.rows, BLOCK),
+      of_keys=True,
+    ),
     Kernel(add_parts, (DK.written, DV.written, DK_PARTS, DV_PARTS), ("tiles", "scale"), when=lambda x: x.rest > 0),
-    Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("scale",), when=lambda x: not x.rounds_dq),
+    Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("scale",)),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table", "indices"),

@@ -68,7 +68,7 @@ def test_heads_with_the_last_keys_first(options: dict[str, Any], expected: list[
   """The tiles that are chosen, and those that tuning tries."""
   spec = replace(SPEC, **{"Dk": 128, "Dv": 128} | options)
   tried = hopper.fused_backward(spec, Target("CUDA", "sm_90"))
-  assert [(x.section, x.descending) for x in tried if not x.rounds_dq] == expected
+  assert [(x.section, x.descending) for x in tried] == expected
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
   """Persistent workgroups spill under a causal mask: where the last keys come first, up to eight words per tile."""
   spec, target = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None)), Target("CUDA", "sm_90")
-  first_ones = itertools.islice((x for x in hopper.fused_backward(spec, target) if not x.rounds_dq), len(spilled))
+  first_ones = itertools.islice(hopper.fused_backward(spec, target), len(spilled))
   for tiles, most in zip(first_ones, spilled, strict=True):
     for launch in dispatch_backward(spec, target):
       said = by_nvcc(rendered(replace(launch, tiles=tiles).graph(), "sm_90"), "sm_90")[1]

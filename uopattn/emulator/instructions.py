@@ -265,7 +265,6 @@ MEANINGS: dict[str, Meaning] = {
   "stmatrix": _stmatrix,
   "semaphore_wait": semaphores.wait_for,
   "semaphore_release": semaphores.release,
-  "semaphore_add": partial(semaphores.release, adds=True),
   "take_number": semaphores.take,
   "tma_reduce_add": semaphores.tma_reduce_add,
   "bulk_wait_read": semaphores.wait_read,

@@ -98,8 +98,6 @@ class Global(Memory):
     self.bounds(u, "reads", index, count, to.itemsize, lanes)
     if self.run.counters is not None:
       self.run.counters.global_read += len(lanes) * count * to.itemsize
-    if self.run.check and self.run.sums is not None and self.name in self.run.sums.last:
-      self.run.sums.check_load(self.run, u, self, index * to.itemsize // 4 + np.arange(count)[:, None], lanes)
     return self.gather(to, index, count, lanes)
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:

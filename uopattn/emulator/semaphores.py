@@ -1,11 +1,10 @@
 """Sums in global memory that workgroups add to one after another, so that every run gives the same bits.
 
-A semaphore is a number in global memory: `semaphore_release` writes it, `semaphore_add` adds to it, `semaphore_wait`
-waits for it. An addition (`tma_reduce_add`) must know of the one before it to the same element: by the same wave,
-through a barrier that both have met at, or through a semaphore that was released after it and acquired before. So must
-a load of a sum, whichever lane of the wave has acquired the semaphore; and nothing may be added to what has been
-loaded. An addition reads LDS until `bulk_wait_read` and is done at `bulk_wait`, no sooner than all other warps have run
-as far as they can. Workgroups run one after another, so a semaphore that was not released yet never is.
+A semaphore is a number in global memory: `semaphore_release` writes it, `semaphore_wait` waits for it. An addition
+(`tma_reduce_add`) must know of the one before it to the same element: by the same wave, through a barrier that both
+have met at, or through a semaphore that was released after it and acquired before. It reads LDS until `bulk_wait_read`
+and is done at `bulk_wait`, no sooner than all other warps have run as far as they can. Workgroups run one after
+another, so a semaphore that was not released yet never is.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,12 +24,11 @@ Known = dict[tuple[int, int], int]  # by workgroup and wave: what it had done be
 
 @dataclass
 class Last:
-  """Who last added to each element of a buffer: workgroup (-1 for nobody), wave and time; and whether it was read."""
+  """Who last added to each element of a buffer: workgroup (-1 for nobody), wave and time."""
 
   group: np.ndarray
   wave: np.ndarray
   time: np.ndarray
-  read: np.ndarray
 
 
 @dataclass(eq=False)
@@ -93,22 +91,6 @@ class Sums:
         clocks[who] = max(until, clocks.get(who, 0))
     return clocks
 
-  def knows(self, run: Run, wave: int, last: Last, elements: np.ndarray) -> bool:
-    """Whether a wave of this workgroup knows of all that was added to some elements."""
-    known = self.through_semaphores(run, wave, {}) if self.taken else self.known(run, wave)
-    additions = {*zip(*(x[elements].tolist() for x in (last.group, last.wave, last.time)), strict=True)}
-    return all(group < 0 or time < known.get((group, by), 0) for group, by, time in additions)
-
-  def check_load(self, run: Run, u: UOp, memory: Global, index: np.ndarray, lanes: np.ndarray) -> None:
-    """Raise Race if a wave loads elements, (count, lanes), that were added to without knowing of that."""
-    last = self.last[memory.name]
-    for wave in np.unique(run.wave[lanes]):
-      of_wave = run.wave[lanes] == wave
-      elements = index[:, of_wave].ravel()
-      if not self.knows(run, int(wave), last, elements):
-        raise run.fail(Race, u, f"reads {memory.name} while it may be added to", lanes[of_wave])
-      last.read[elements] = True
-
 
 def _one(run: Run, u: UOp, when: Any) -> int | None:
   """Return the lane that acts, or None. Raises Divergence if several do."""
@@ -134,15 +116,13 @@ def wait_for(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> No
   run.sums.acquired.append(run.sums.released.get((semaphore.memory.name, index), {}))
 
 
-def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any, adds: bool = False) -> None:
+def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
     return
-  index, cells = _index(run, u, semaphore, lane), semaphore.memory.view(np.dtype(np.int32))
-  key, known = (semaphore.memory.name, index), run.sums.known(run, int(run.wave[lane]))
-  before = run.sums.released.get(key, {}) if adds else {}
-  run.sums.released[key] = known | {who: max(until, known.get(who, 0)) for who, until in before.items()}
+  index = _index(run, u, semaphore, lane)
+  run.sums.released[semaphore.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
   run.tick()  # what this wave does from now on is not known with the semaphore
-  cells[index] = int(run.spread(number)[lane]) + (cells[index] if adds else 0)
+  semaphore.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
   tracks_of(run, u).signalled()
 
 
@@ -206,15 +186,15 @@ def wait(run: Run, u: UOp, when: Any) -> None:
 
 
 def _check(run: Run, x: Flight) -> None:
-  """Record an addition. Raise Race unless it knows of the one before it, if it stores over that one, or was read."""
+  """Record an addition. Raise Race unless it knows of the one before it, or if it stores over that one."""
   if x.to.name not in run.sums.last:
     size = x.to.data.size // 4
-    run.sums.last[x.to.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1), np.zeros(size, bool))
+    run.sums.last[x.to.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1))
   last, wave, lanes = run.sums.last[x.to.name], int(run.wave[x.lane]), np.array([x.lane])
-  if not run.sums.knows(run, wave, last, x.index):
-    raise run.fail(Race, x.u, f"adds to {x.to.name} in an order that nothing fixes", lanes)
-  if last.read[x.index].any():
-    raise run.fail(Race, x.u, f"adds to {x.to.name}, which has been read", lanes)
-  if x.first and (last.group[x.index] >= 0).any():
-    raise run.fail(Race, x.u, f"stores over what was added to {x.to.name}", lanes)
+  known = run.sums.through_semaphores(run, wave, {}) if run.sums.taken else run.sums.known(run, wave)
+  for group, by, time in {*zip(*(y[x.index].tolist() for y in (last.group, last.wave, last.time)), strict=True)}:
+    if group >= 0 and time >= known.get((group, by), 0):
+      raise run.fail(Race, x.u, f"adds to {x.to.name} in an order that nothing fixes", lanes)
+    if group >= 0 and x.first:
+      raise run.fail(Race, x.u, f"stores over what was added to {x.to.name}", lanes)
   last.group[x.index], last.wave[x.index], last.time[x.index] = run.first_group, wave, run.clock

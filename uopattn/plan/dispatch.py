@@ -270,13 +270,12 @@ def stores_scores(launches: Sequence[Launch]) -> bool:
 
 def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:
   """Return at most `MOST` copies of a schedule's launches with other tiles to measure, the most promising first."""
-  schedule, seen = launches[0].schedule, spec.packed(launches[0].pack_gqa)
+  seen = spec.packed(launches[0].pack_gqa)
   kernels = {x.kernel.gradients: x.kernel for x in launches}  # one of those that have the same tiles
-  lists = [list(enumerate(tiles_for(schedule, x, seen, target))) for x in kernels.values()]
+  lists = [list(enumerate(tiles_for(launches[0].schedule, x, seen, target))) for x in kernels.values()]
   in_order = sorted(itertools.product(*lists), key=lambda choice: sum(rank for rank, _ in choice))[:MOST]
   choices = [dict(zip(kernels, (tiles for _, tiles in x), strict=True)) for x in in_order]
-  made = [[replace(launches[0], kernel=x, tiles=tiles[x.gradients]) for x in schedule.kernels] for tiles in choices]
-  return [tuple(x for x in each if x.kernel.when(x.tiles)) for each in made]
+  return [tuple(replace(x, tiles=tiles[x.kernel.gradients]) for x in launches) for tiles in choices]
 
 
 def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]:

@@ -415,8 +415,8 @@ class Cuda(Dialect):
   def semaphore_wait(self, semaphore: UOp, number: Int, when: Condition, *after: UOp) -> Statement:
     """Wait, where `when`, until a semaphore (INDEX into a global int32 buffer) has a number. A statement.
 
-    What whoever wrote it by `semaphore_release` knew of is then known to this lane. A workgroup that starts later may
-    be waited for only by warps for which none of what it does waits.
+    What whoever wrote it by `semaphore_release` knew of is then known to this lane. Only workgroups that start before
+    this one may be waited for.
     """
 
   @instruction(cuda=ptx("st.release.gpu.global.u32 [%0], %1;", '"l"({0})', '"r"({1})', when="{2}"), writes=True)
@@ -424,13 +424,6 @@ class Cuda(Dialect):
     """Write a number for `semaphore_wait`, where `when`, after everything that this lane knows of. A statement.
 
     Source: PTX ISA, "Memory Consistency Model", release.
-    """
-
-  @instruction(cuda=ptx("red.release.gpu.global.add.u32 [%0], %1;", '"l"({0})', '"r"({1})', when="{2}"), writes=True)
-  def semaphore_add(self, semaphore: UOp, number: Int, when: Condition, *after: UOp) -> Statement:
-    """Add a number to a semaphore, where `when`, after everything that this lane knows of. A statement.
-
-    Whoever waits for the sum knows of what all knew that have added to it. Source: PTX ISA, "red".
     """
 
   @instruction(cuda=asm("*({1}) = atomicAdd({0}, 1);"), writes=True)

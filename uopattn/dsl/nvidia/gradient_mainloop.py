@@ -55,14 +55,12 @@ def add_dq(
   semaphores: UOp,
   dq_sum: UOp,
   dq_tile: UOp,
-  count: Callable[[KeyBlock, UOp, UOp], UOp] | None,
   after: UOp,
 ) -> UOp:
   """Add dQ of all tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
 
   Args:
     dq_tile: shared memory for dQ of a tile; `pipe.free` signals that it may be written again.
-    count: (block, whether this lane acts, after) -> counts a block all tiles of which have been added, if anything.
   """
   once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   trip = pipe.trip(after, once, uses_keys=False)
@@ -80,8 +78,7 @@ def add_dq(
   added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(fenced)[0], 4 * size, first, leads, fenced)
   free = CUDA.mbarrier_arrive(pipe.free[0], leads, CUDA.bulk_wait_read(leads, added))
   done = CUDA.semaphore_release(semaphores.base[at], turn + 1, leads, CUDA.bulk_wait(leads, free))
-  added_all = done.end(n)
-  return trip.end(queries, added_all if count is None else count(of_keys, leads, added_all)).end(once)
+  return trip.end(queries, done.end(n)).end(once)
 
 
 def first_key(warpgroup: UOp, row_tiles: int, row_tile: int) -> UOp:

@@ -286,7 +286,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
 
 
 def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
-  """Yield tiles for all kernels of the pass, then those that round dQ, for another order of keys, and other stages.
+  """Yield tiles for all kernels of the pass, then those for another order of keys, and for other stages.
 
   Raises:
     ValueError: another architecture; head sizes that are not multiples of 8, or too large; features for which there are
@@ -309,8 +309,6 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
       f"head sizes {Dk} and {Dv}: that of keys must be at most {most}, and all sums must fit in registers"
     )
   yield best
-  if best.persistent:
-    yield replace(best, rounds_dq=True)
   first_keys = replace(best, section=Fused.of(problem).section, descending=0)
   other = first_keys if best.descending else best.from_the_last_keys(problem)
   if other != best:
