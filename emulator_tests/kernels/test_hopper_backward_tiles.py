@@ -1,6 +1,7 @@
 """Which cases `hopper_fused_backward` gets, with which tiles, and what these need: no case runs."""
 
 import itertools
+import re
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -175,6 +176,20 @@ def test_shared_memory_is_counted(D: int, stages: int, persistent: bool) -> None
   used = shared_offsets(tuple(replace(launch, tiles=tiles).graph().toposort()))[1]
   assert tiles.shared_bytes(D, D) == used <= target.lds
   assert replace(tiles, persistent=launch.tiles.persistent) in hopper.fused_backward(launch.spec, target)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dq_is_not_in_the_half_of_shared_memory_that_scores_are_multiplied_from(causal: bool) -> None:
+  """At D=128 K, V, Q and dO fill the first half, but for a kilobyte that CUDA keeps; then come dS and dQ."""
+  spec = replace(SPEC, Dk=128, Dv=128, masks=CAUSAL if causal else ())
+  text = rendered(dispatch_backward(spec, Target("CUDA", "sm_90"))[1].graph(), "sm_90")
+  placed = re.findall(r"(\w+)\* buf\d+ = .*uopattn_shared \+ (\d+)\)", text)
+  half = 128 << 10
+  assert [(kind, int(at)) for kind, at in placed][:6] == [
+    *(("short", x) for x in range(0, half, half // 4)),
+    ("short", half),
+    ("uint", half + half // 4),
+  ]
 
 
 def test_three_stages_are_too_many_at_a_head_size_of_128() -> None:

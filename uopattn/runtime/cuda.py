@@ -75,7 +75,12 @@ class SharedRenderer(CUDARenderer):
 
 
 def shared_offsets(uops: tuple[UOp, ...] | list[UOp]) -> tuple[dict[UOp, int], int]:
-  """Return the offset of each LOCAL buffer of a linearised kernel in shared memory, and the total size, in bytes."""
+  """Return the offset of each LOCAL buffer of a linearised kernel in shared memory, and the total size, in bytes.
+
+  Tiles are placed in the order in which the kernel allocates them. It counts on Hopper: asynchronous products and bulk
+  copies have 128 bytes per cycle from each half of the 256 KiB. The second half begins at an offset of 127 KiB, as
+  CUDA keeps 1 KiB for itself.
+  """
   local = [u for u in uops if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL]
   offsets, total = {}, 0
   for tiles in (True, False):  # first tiles, then barriers and the like
