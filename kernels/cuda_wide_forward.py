@@ -152,7 +152,7 @@ class Tiles(MmaTiles):
 
   def resident(self, problem: Problem, target: Target) -> int:
     """Workgroups that fit on a multiprocessor at once, as limited by shared memory."""
-    return max(1, target.lds // self.shared_bytes(problem.Dk, problem.Dv))
+    return target.resident(self.shared_bytes(problem.Dk, problem.Dv))
 
   def registers(self, Dv: int) -> int:
     """32-bit registers per lane for O, S, and one step of Q and of K."""

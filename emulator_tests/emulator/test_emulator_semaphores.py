@@ -93,6 +93,27 @@ def test_a_mistake_is_an_error(name: str) -> None:
     run(added(**mistake))
 
 
+@pytest.mark.parametrize("neighbour", [False, True])
+def test_a_semaphore_that_is_read_without_a_wait_is_an_error(neighbour: bool) -> None:
+  """Also by lanes that do not wait, behind a wait of another lane; one that nobody has released may be read."""
+
+  def body(o: UOp, semaphores: UOp) -> UOp:
+    t, g = threads(GROUP), groups(2)
+    released = CUDA.semaphore_release(semaphores[0], 1, t.eq(0) & g.eq(0), CUDA.exit_warps(t < 0))
+    waited = CUDA.semaphore_wait(semaphores[0], 1, t.eq(0) & g.eq(1), released)
+    read = semaphores.after(waited)[UOp.const(int(neighbour))].load().cast(dtypes.float)
+    return o[g * GROUP + t].store(read).end(t, g).sink(arg=kernel("read", [], t).arg)
+
+  def run_it() -> None:
+    launch(body, np.zeros(2 * GROUP, np.float32), np.zeros(2, np.int32), arch=ARCH)
+
+  if neighbour:
+    run_it()
+  else:
+    with pytest.raises(emulator.Race, match="reads a semaphore in argument 1 without waiting for it"):
+      run_it()
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_one_warp_fences_what_others_have_written_if_it_knows_of_it(behind: bool) -> None:
   """It does behind the barrier, not before."""

@@ -98,6 +98,9 @@ class Global(Memory):
     self.bounds(u, "reads", index, count, to.itemsize, lanes)
     if self.run.counters is not None:
       self.run.counters.global_read += len(lanes) * count * to.itemsize
+    if self.run.check and self.run.sums is not None and to == np.int32:
+      for i in range(count):
+        self.run.sums.check_load(self.run, u, self, index + i, lanes)
     return self.gather(to, index, count, lanes)
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:

@@ -4,7 +4,8 @@ A semaphore is a number in global memory: `semaphore_release` writes it, `semaph
 (`tma_reduce_add`) must know of the one before it to the same element: by the same wave, through a barrier that both
 have met at, or through a semaphore that was released after it and acquired before. It reads LDS until `bulk_wait_read`
 and is done at `bulk_wait`, no sooner than all other warps have run as far as they can. Workgroups run one after
-another, so a semaphore that was not released yet never is.
+another, so a semaphore that was not released yet never is. Only a wait may read one: a plain load, perhaps by a lane
+that does not wait itself, could come before the release.
 """
 
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,11 @@ class Sums:
   def of_batch(self) -> "Sums":
     """Return the sums as the next workgroup finds them."""
     return replace(self, acquired=[], flights=[])
+
+  def check_load(self, run: Run, u: UOp, memory: Global, index: np.ndarray, lanes: np.ndarray) -> None:
+    """Raise Race if lanes load semaphores, int32 elements `index`, that have been released."""
+    if (bad := np.isin(index, [i for name, i in self.released if name == memory.name])).any():
+      raise run.fail(Race, u, f"reads a semaphore in {memory.name} without waiting for it", lanes[bad])
 
   def known(self, run: Run, wave: int) -> Known:
     """Return what a wave of this workgroup knows."""
