@@ -103,6 +103,7 @@ def test_no_device_can_be_used(usable: Callable[..., None]) -> None:
     choose_device()
 
 
+TREE = str(Path(__file__).resolve().parents[2])
 PROGRAMS = {
   "uopattn.run": ("N=4", "D=4", "H=1"),
   "uopattn.bench": ("--quick",),
@@ -112,6 +113,7 @@ PROGRAMS = {
   "models": ("--small",),
   "sanitize": (),
   "train_tiny": (),
+  "turns": ("--version", "a", TREE, "--version", "b", TREE),
 }
 
 
