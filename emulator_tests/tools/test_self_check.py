@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conformance import CPU, ONCE, SUBJECTS
 from gradients import check_gradients
-from helpers import check_attention, inputs, on, qkv
+from helpers import check_attention, cpu_target, inputs, on, qkv
 from mistakes import Mistake
 from tinygrad import Context, Tensor, TinyJit, dtypes, function, helpers
 from tinygrad.dtype import DType
@@ -27,6 +27,7 @@ from uopattn.plan import gradient
 from uopattn.plan.dispatch import (
   all_schedules_on,
   backward_on,
+  dispatch,
   every_schedule,
   launch_on,
   launches_of,
@@ -83,6 +84,11 @@ def verdict(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
 
 def spec_of(**options: Any) -> Any:
   return make_spec(*qkv(*SMALL), Arguments(enable_gqa=True, return_lse=True, **options))
+
+
+def kernel_here() -> str:
+  """The kernel that serves `spec_of`: with AMX another one than without."""
+  return dispatch(spec_of(), target_of(CPU)).schedule.name
 
 
 # what a probe is
@@ -291,14 +297,16 @@ def test_gradients_are_checked_too(here: list[Probe], monkeypatch: pytest.Monkey
 def test_flash_is_checked(verdict: list[Outcome]) -> None:
   verdict[0] = Outcome(WRONG, "far off")
   q, k, v = (x[0] for x in qkv(*SMALL))
-  with pytest.raises(ValueError, match=r"cpu_forward did not pass its check .* wrong: far off"):
+  with pytest.raises(ValueError, match=f"{kernel_here()} did not pass its check .* wrong: far off"):
     Tensor.custom_kernel(Tensor.empty(*q.shape), q, k, v, fxn=flash)
 
 
 # what is known
 
 
-def test_a_verdict_is_found_once_for_each_kind(here: list[Probe]) -> None:
+def test_a_verdict_is_found_once_for_each_kind(here: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+  target = cpu_target(target_of(CPU).arch)  # with AMX tiles depend on more
+  monkeypatch.setattr("uopattn.plan.dispatch.target_of", lambda device: target)
   for _ in range(2):
     guard.forget()
     launch_on(spec_of(), CPU)
@@ -378,7 +386,7 @@ def test_in_a_capture_and_in_a_function_another_process_checks(verdict: list[Out
 def test_in_a_function_this_process_checks_nothing(here: list[Probe], caplog: pytest.LogCaptureFixture) -> None:
   q, k, v = qkv(*SMALL)
   function(lambda q, k, v: attention(q, k, v, enable_gqa=True))(q, k, v).realize()
-  assert "cpu_forward has not been checked on this machine" in caplog.text
+  assert f"{kernel_here()} has not been checked on this machine" in caplog.text
   attention(q, k, v, enable_gqa=True, backend="kernel").realize()
   function(lambda q, k, v: attention(q, k, v, enable_gqa=True, backend="kernel"))(q, k, v).realize()
 
@@ -401,7 +409,7 @@ def test_the_switch(verdict: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_on_record_is_not_checked(verdict: list[Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
   verdict[0] = Outcome(WRONG, "far off")
   monkeypatch.delenv("UOPATTN_CHECK")
-  entry: Any = {"device": CPU, "arch": cards.family(CPU), "kernels": ["cpu_forward"]}
+  entry: Any = {"device": CPU, "arch": cards.family(CPU), "kernels": [kernel_here()]}
   for record, is_used in (((), False), ((entry,), True), ((entry | {"arch": "sparc"},), False)):
     monkeypatch.setattr(cards, "cards", lambda record=record: record)
     cards._is_recorded.cache_clear()
@@ -501,6 +509,7 @@ SPOILED = "  p, l_new, alpha = exponentiate("
   ids=["never ends", "crashes", "does not compile"],
 )
 def test_a_kernel_that(statement: str, says: str, tree: Path, edited: Any, tmp_path: Path) -> None:
+  edited("uopattn/plan/dispatch.py", '("amx_forward", "cpu_forward",', '("cpu_forward",')
   edited("kernels/cpu_forward.py", SPOILED, f"  {statement}\n{SPOILED}")
   edited("uopattn/trust/outcome.py", "\nCOMPILE_LIMIT = 600 ", "\nCOMPILE_LIMIT = 5 ")
   text = said(started(tree, tmp_path / "cache.db", "CPU"))
@@ -517,7 +526,7 @@ def test_an_interrupted_check_in_this_process_says_nothing(here: list[Probe], mo
     with pytest.raises(KeyboardInterrupt):
       launch_on(spec_of(), CPU)
   monkeypatch.setattr(outcome, "outcome", lambda *_: Outcome(RIGHT))
-  assert launch_on(spec_of(), CPU).schedule.name == "cpu_forward"
+  assert launch_on(spec_of(), CPU).schedule.name == kernel_here()
 
 
 def test_a_right_kernel_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
