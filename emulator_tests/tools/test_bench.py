@@ -78,7 +78,7 @@ def test_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
   ours = row["contenders"]["uopattn"]
   assert row["backward"] is True
-  assert (row["kernel"], len(row["tiles"])) == ("cpu_backward", 1)
+  assert (row["kernel"].split("_")[1], len(row["tiles"])) == ("backward", 1)  # with AMX that of another file
   assert row["flops"] == 5 * 2 * 2 * 40 * 40 * 8  # products, heads, operations of a pair and column, sizes
   assert ours["errors"].keys() == {f"gradient of {x}" for x in "qkv"}
   assert ours["correct"] is True
