@@ -99,8 +99,7 @@ class Global(Memory):
     if self.run.counters is not None:
       self.run.counters.global_read += len(lanes) * count * to.itemsize
     if self.run.check and self.run.sums is not None and to == np.int32:
-      for i in range(count):
-        self.run.sums.check_load(self.run, u, self, index + i, lanes)
+      self.run.sums.check_load(self.run, u, self, index + np.arange(count)[:, None], lanes)
     return self.gather(to, index, count, lanes)
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:

@@ -80,8 +80,8 @@ class Sums:
     return replace(self, acquired=[], flights=[])
 
   def check_load(self, run: Run, u: UOp, memory: Global, index: np.ndarray, lanes: np.ndarray) -> None:
-    """Raise Race if lanes load semaphores, int32 elements `index`, that have been released."""
-    if (bad := np.isin(index, [i for name, i in self.released if name == memory.name])).any():
+    """Raise Race if lanes load semaphores, int32 elements `index`, (count, lanes), that have been released."""
+    if (bad := np.isin(index, [i for name, i in self.released if name == memory.name]).any(0)).any():
       raise run.fail(Race, u, f"reads a semaphore in {memory.name} without waiting for it", lanes[bad])
 
   def known(self, run: Run, wave: int) -> Known:
