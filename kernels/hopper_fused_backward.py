@@ -24,9 +24,15 @@ semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up wha
 they share; `finish` rounds dQ. `preferred` says which cases are left to `hopper_backward`.
 
 A multiprocessor holds one workgroup. Where that pays (`Tiles.scheduled`) workgroups are persistent: each takes blocks
-one after another from a counter in memory, and loads the next keys and queries while it stores dK and dV. On an H200
-that is 1.00 to 1.05 times as fast, most for few queries: at D=128 1.05 for N=512, 1.01 for 1024, 1.00 for 4096 and
-8192, in the one order causal 1.02 for 1024, 1.03 for 4096 and 1.00 for 8192.
+one after another from a counter in memory. On an H200 that is 1.00 to 1.05 times as fast, most for few queries: at
+D=128 1.05 for N=512, 1.01 for 1024, 1.00 for 4096 and 8192, in the one order causal 1.02 for 1024, 1.03 for 4096 and
+1.00 for 8192.
+
+During a block the keys and values of the next one come to the L2 cache, and its first tile of queries to shared
+memory. Then bulk copies store dK and dV (`uopattn.dsl.nvidia.gradient_epilogue`). That saves 1,400 of the 5,500 cycles
+that a block takes besides its tiles. On an H200, whose power limits the pass, it is 1.05 times as fast for N=512 with a
+causal mask, 1.02 for 1024, and 0.98 to 1.01 for other lengths at D=128; at D=64, causal, 1.01 for 4096 and 1.02 for
+8192.
 
 If the last round of workgroups is at most half full, several share each of its blocks: each has every p-th of the tiles
 of queries, so that it seldom waits for another part of the block before, and stores its dK and dV in float32, for
@@ -34,14 +40,15 @@ of queries, so that it seldom waits for another part of the block before, and st
 1.34, and one of 4096 blocks, 31 rounds and 4 more, 1.00 to 1.02.
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's slice of dQ are in registers. K, V, dS (twice), dQ of a tile, and
-`stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`). At D=128 K, V, Q and dO, from which S and dP are multiplied, fill the first of
-two halves of shared memory, each of which has a bandwidth of its own. dS and dQ are in the second one, so that dQ is
-added to memory meanwhile. With all of them 32 KB further up the pass takes 3 to 5 % more time on an H200.
+`stages` tiles of Q and dO are in shared memory, and at the end of a block dK, where dS was, and dV. One warp loads by
+TMA (`uopattn.dsl.nvidia.gradient_pipeline`), one adds dQ to memory, and one stores dK and dV. At D=128 K, V, Q and dO,
+from which S and dP are multiplied, fill the first of two halves of shared memory, each of which has a bandwidth of its
+own. dS and dQ are in the second one, so that dQ is added to memory meanwhile. With all of them 32 KB further up the
+pass takes 3 to 5 % more time on an H200.
 
-Without score functions nvcc 13 spills nothing in most passes. At D=128 persistent workgroups spill 20 to 52 bytes under
-a causal mask, one or two words of them per tile, and up to 196 where blocks are shared and N is no multiple of 128. At
-D=64 it spills up to 92 bytes where the last keys come first, six to eight words of them per tile.
+Without score functions nvcc 13 spills nothing in most passes. At D=128 persistent workgroups spill 36 bytes under a
+causal mask, none of them in the loop over full tiles, and 48 to 72 where N is no multiple of 128, two to seven words of
+them per tile. At D=64 it spills up to 8 bytes where the last keys come first.
 
 Speed on an H200, bfloat16, N=4096: 558 TFLOP/s at D=128, causal 527, with four query heads per key head 557 and 493;
 510 at D=64, causal 457. scripts/results/KERNELS.md has more.
@@ -59,7 +66,16 @@ from uopattn.dsl import LOG2E, Scope, gated, sizes
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.gradient_mainloop import SLICE, WARPGROUPS, GradientMainloop, add_dq, first_key
+from uopattn.dsl.nvidia.gradient_epilogue import GradientEpilogue
+from uopattn.dsl.nvidia.gradient_mainloop import (
+  SLICE,
+  STAGED,
+  WARPGROUPS,
+  GradientMainloop,
+  add_dq,
+  first_key,
+  store_sums,
+)
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, KeyBlocks
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
@@ -156,9 +172,8 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    return (
-      ds.bytes + 4 * slices(Dk) * BLOCK * SLICE + GradientPipeline.shared_bytes(stationary, streamed, self.persistent)
-    )
+    dv, dq_tile = stationary[1].bytes, 4 * slices(Dk) * BLOCK * SLICE
+    return ds.bytes + dq_tile + dv + GradientPipeline.shared_bytes(stationary, streamed, self.persistent)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
@@ -395,43 +410,50 @@ def backward(
     kv = (HeadView.of(x, kv_head, UOp.const(N)) for x in (k, v))
     return (*kv, *(HeadView.of(x, head, UOp.const(M)) for x in (q, do)))
 
+  def gradients(kv_head: UOp) -> tuple[HeadView, ...]:
+    return tuple(HeadView.of(x, kv_head, UOp.const(N)) for x in (dk, dv))
+
   def numbers(head: UOp, tile: UOp) -> UOp:
     return row_stats.base[(head * n_tiles + tile) * 2 * BLOCK]
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
   dq_tile = s.buffer(slices(Dk) * BLOCK * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  dv_tile = SwizzledTiles.make(s, tiles.rows, stationary[1].columns, 1, 1, least=SLICE)
   consumers = WARPGROUPS * WARPS
   taken_from = None if counter is None else counter.base[0]
   pipe = GradientPipeline(s, group, stationary, streamed, consumers, REGISTERS_PER_THREAD, blocks, taken_from)
-  beside = partial(add_dq, s, group, pipe, block_of, semaphores, dq_sum, dq_tile)
-  trip = pipe.trip(pipe.start(views, block_of, numbers, beside))
+  staged = GradientEpilogue.over(ds, stationary[0].columns), dv_tile
+  dq_free, *free = pipe.free
+  epilogue = GradientEpilogue(group, dk.dtype, staged, pipe.maps, free if tiles.persistent else (), STAGED, WARPGROUPS)
+  beside = (
+    partial(add_dq, s, group, pipe, block_of, semaphores, dq_sum, dq_tile),
+    partial(store_sums, s, group, pipe, block_of, epilogue, gradients),
+  )
+  trip = pipe.trip(pipe.start(views, gradients, block_of, numbers, beside))
 
   of_keys = block_of(trip.number)
-  in_group = of_keys.block * tiles.rows + group.warp % WARPS * MMA_M
-  firsts = [in_group + first_key(group.warp // WARPS, tiles.row_tiles, i) for i in range(tiles.row_tiles)]
+  of_warpgroup = [first_key(group.warp // WARPS, tiles.row_tiles, i) for i in range(tiles.row_tiles)]
+  firsts = [of_keys.block * tiles.rows + group.warp % WARPS * MMA_M + x for x in of_warpgroup]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   queries = of_keys.queries
   if slices(Dk) == 1 and rules.longest_last:
     warpgroup = clamp(wgmma.uniform(group.warp) // WARPS, 0, WARPGROUPS - 1)
     queries = of_keys.queries_of(first_key(warpgroup, tiles.row_tiles, 0), tiles.row_tiles * wgmma.M)
-  main = GradientMainloop(s, group, q.dtype, rules, queries, pipe.free, trip.slots, ds, rows, dq_tile)
-  sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=trip.entry) for x in (Dk, Dv)] for _ in rows]
+  nth = trip.slots.k.count
+  main = GradientMainloop(
+    s, group, q.dtype, rules, queries, dq_free, trip.slots, ds, rows, dq_tile, partial(epilogue.wait, 0, nth)
+  )
+  zeros = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=trip.entry) for x in (Dk, Dv)] for _ in rows]
+  sums = main.run(zeros, *trip.entry)
 
-  def store(gradient: UOp, parts: UOp | None, keys: list[UOp], acc: UOp, factor: float) -> list[UOp]:
-    """Store this warp's rows of a gradient, or in float32 of a part of it; a row past the last one is not stored."""
-    part = of_keys.part
-    if part is None or parts is None:
-      return Epilogue(gradient, of_keys.head, group.lane).store_halves(keys, acc, factor)
-    whole = [part.exists.where(N, key) for key in keys]
-    in_block = [part.exists.where(key - of_keys.block * tiles.rows, tiles.rows) for key in keys]
-    of_part = Epilogue(parts, part.number, group.lane, pairs=True).store_halves(in_block, acc, 1.0)
-    return of_part + Epilogue(gradient, of_keys.head, group.lane).store_halves(whole, acc, factor)
-
-  stores = []
-  for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, *trip.entry), strict=True):
-    keys = list(of_tile.values())
-    stores += store(dk, dk_parts, keys, of_dk, rules.scale) + store(dv, dv_parts, keys, of_dv, 1.0)
-  ended = trip.end(of_keys.queries, *stores)
+  part, stores = of_keys.part, []
+  if part is not None and dk_parts is not None and dv_parts is not None:
+    for of_tile, accs in zip(rows, sums, strict=True):
+      in_block = [part.exists.where(key - of_keys.block * tiles.rows, tiles.rows) for key in of_tile.values()]
+      for parts, acc in zip((dk_parts, dv_parts), accs, strict=True):
+        stores += Epilogue(parts, part.number, group.lane, pairs=True).store_halves(in_block, acc, 1.0)
+  in_tile = [x + group.warp % WARPS * MMA_M for x in of_warpgroup]
+  ended = trip.end(of_keys.queries, epilogue.stage(sums, (rules.scale, 1.0), in_tile, nth, *stores))
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
 
 

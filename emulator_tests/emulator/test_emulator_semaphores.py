@@ -49,7 +49,7 @@ def added(
       last = CUDA.semaphore_wait(own, g, lead, stored) if taken else stored
       to = o[i * 4 * GROUP]
       last = CUDA.tma_reduce_add(to, memory[start], count, g.eq(first), lead, last)
-      last = CUDA.bulk_wait_read(lead, last) if read else last
+      last = CUDA.bulk_wait_read(0, lead, last) if read else last
       last = CUDA.mbarrier_arrive(barriers[0], t.eq(0), last)
       last = CUDA.bulk_wait(lead, last) if waited and not early else last
       last = CUDA.semaphore_release(own, g + given, lead, last)
@@ -71,10 +71,10 @@ def test_sums_one_after_another() -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "semaphore not waited for": ({"taken": False}, emulator.Race, "in an order that nothing fixes"),
-  "not fenced": ({"fenced": False}, emulator.Race, "to add it, written without a fence_proxy_async since"),
+  "not fenced": ({"fenced": False}, emulator.Race, "to copy it, written without a fence_proxy_async since"),
   "other warps have not written": ({"met": False}, emulator.KernelError, "nothing has written|with no barrier between"),
   "overwritten while it is read": ({"read": False}, emulator.Race, "overwritten before the wait"),
-  "given before it is in memory": ({"waited": False}, emulator.Race, "ends while something is being added"),
+  "given before it is in memory": ({"waited": False}, emulator.Race, "ends while a bulk copy reads LDS or adds"),
   "released before it is in memory": ({"early": True}, emulator.Race, "in an order that nothing fixes"),
   "a semaphore in LDS": ({"in_lds": True}, emulator.OutOfBounds, r"at LDS 3 .*, which is not in global memory"),
   "released for nobody": ({"given": 2}, emulator.Divergence, "waits for 1 at a semaphore that is 2"),
@@ -132,7 +132,7 @@ def test_one_warp_fences_what_others_have_written_if_it_knows_of_it(behind: bool
     expected = np.arange(GROUP, dtype=np.float32).repeat(4)
     np.testing.assert_array_equal(launch(body, np.zeros(4 * GROUP, np.float32), arch=ARCH), expected)
   else:
-    with pytest.raises(emulator.Race, match="to add it, written without a fence_proxy_async since"):
+    with pytest.raises(emulator.Race, match="to copy it, written without a fence_proxy_async since"):
       launch(body, np.zeros(4 * GROUP, np.float32), arch=ARCH)
 
 
@@ -164,7 +164,7 @@ def test_where_numbers_are_taken_another_workgroup_might_have_added(taken: bool)
       last = CUDA.take_number(counter[0], number.after(last, once)[0], g, last, once).end(once)
     for first in (True, False):
       last = CUDA.tma_reduce_add(o[0], memory[0], 16 * GROUP, UOp.const(first), lead, last)
-      last = CUDA.bulk_wait(lead, CUDA.bulk_wait_read(lead, last))
+      last = CUDA.bulk_wait(lead, CUDA.bulk_wait_read(0, lead, last))
     return UOp.group(last).end(t, g).sink(arg=kernel("summed", [], t).arg)
 
   given = np.zeros(4 * GROUP, np.float32), np.zeros(1, np.int32)

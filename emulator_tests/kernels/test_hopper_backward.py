@@ -16,6 +16,8 @@ from tinygrad import Tensor, UOp
 import uopattn.emulator as emulator
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import tma, wgmma
+from uopattn.dsl.nvidia.gradient_epilogue import GradientEpilogue
+from uopattn.dsl.nvidia.gradient_mainloop import GradientMainloop
 from uopattn.dsl.nvidia.key_blocks import KeyBlock, KeyBlocks, QueryTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Counter
 from uopattn.emulator.tracks import ORDERS, ordered
@@ -135,6 +137,42 @@ def test_a_mistake_is_seen_by_the_emulator(name: str, monkeypatch: pytest.Monkey
   compiled.cache_clear()
   with FUSED.device(), pytest.raises(emulator.KernelError, match="kernel attention_backward_2_1"):
     case_of(SMALL).run()
+  compiled.cache_clear()
+
+
+@pytest.mark.parametrize("Dk", [16, 72])
+def test_dk_where_ds_is_still_read_is_caught(Dk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(GradientMainloop, "meet", lambda self, *after: UOp.group(*after))
+  compiled.cache_clear()
+  with FUSED.device(), pytest.raises(emulator.Race, match="which another wave read, with no barrier between"):
+    case_of((1, 1, 1, 60, 260, Dk, 8)).run()
+  compiled.cache_clear()
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_gradients_that_are_overwritten_while_they_are_stored_are_caught(
+  of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """dK by dS of the next block, and dV by the next one."""
+  right = GradientEpilogue.wait
+
+  def wrong(self: GradientEpilogue, which: int, trip: UOp, *after: UOp) -> tuple[UOp, ...]:
+    return after if which == of else right(self, which, trip, *after)
+
+  monkeypatch.setattr(GradientEpilogue, "wait", wrong)
+  compiled.cache_clear()
+  with FUSED.device(), pytest.raises(emulator.Race, match="kernel attention_backward_2_1"):
+    case_of(SMALL, persistent=True).run()
+  compiled.cache_clear()
+
+
+def test_gradients_that_are_stored_a_row_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+  right = tma.TensorMap.store
+  late: Any = lambda self, view, first, *rest: right(self, view, first + 1, *rest)  # noqa: E731
+  monkeypatch.setattr(tma.TensorMap, "store", late)
+  compiled.cache_clear()
+  with FUSED.device(), pytest.raises(AssertionError, match="gradient of"):
+    case_of((1, 1, 1, 10, 100, 8, 8)).check()
   compiled.cache_clear()
 
 

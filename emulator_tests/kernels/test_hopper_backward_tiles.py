@@ -56,9 +56,9 @@ def test_heads_that_start_together_where_none_waits(M: int, expected: int) -> No
     ({"masks": CAUSAL}, [(4, 124), (8, 0), (4, 124)]),
     ({"masks": CAUSAL, "B": 1, "Hq": 9, "Hkv": 9}, [(3, 6), (9, 0), (3, 6)]),
     ({"masks": CAUSAL, "Hkv": 8}, [(8, 0), (8, 0)]),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64}, [(8, 0), (8, 120), (8, 0), (8, 0)]),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "B": 1}, [(8, 24), (8, 0), (8, 24), (8, 24)]),
-    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "B": 2}, [(8, 0), (8, 56), (8, 0), (8, 0)]),
+    ({"masks": CAUSAL, "Dk": 64, "Dv": 64}, [(8, 0), (8, 120), (8, 0)]),
+    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "B": 1}, [(8, 24), (8, 0), (8, 24)]),
+    ({"masks": CAUSAL, "Dk": 64, "Dv": 64, "B": 2}, [(8, 0), (8, 56), (8, 0)]),
     ({}, [(4, 0), (4, 0)]),
     ({"masks": CAUSAL, "B": 1, "Hq": 5, "Hkv": 5}, [(5, 0), (5, 0)]),  # one section
     ({"masks": CAUSAL, "B": 1, "Hq": 4, "Hkv": 4}, [(4, 0), (4, 0)]),  # one round of workgroups
@@ -141,12 +141,12 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
   ("D", "causal", "spilled"),
   [
-    (128, True, [20, 24]),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [0]), (64, False, [0]), (64, True, [0, 88]))),
+    (128, True, [36, 36]),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, [0]), (64, False, [0]), (64, True, [0, 8]))),
   ],
 )
 def test_spills(D: int, causal: bool, spilled: list[int]) -> None:
-  """Persistent workgroups spill under a causal mask: where the last keys come first, up to eight words per tile."""
+  """Persistent workgroups spill under a causal mask, most of it in warps that multiply nothing."""
   spec, target = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None)), Target("CUDA", "sm_90")
   first_ones = itertools.islice(hopper.fused_backward(spec, target), len(spilled))
   for tiles, most in zip(first_ones, spilled, strict=True):
@@ -167,14 +167,15 @@ def test_tiles_state_their_laws() -> None:
 
 
 @pytest.mark.parametrize(
-  ("D", "stages", "persistent"), [(128, 2, True), (128, 2, False), (64, 3, True), (64, 1, False)]
+  ("Dk", "Dv", "stages", "persistent"),
+  [(128, 128, 2, True), (128, 128, 2, False), (64, 64, 2, True), (64, 128, 3, True), (64, 64, 1, False)],
 )
-def test_shared_memory_is_counted(D: int, stages: int, persistent: bool) -> None:
+def test_shared_memory_is_counted(Dk: int, Dv: int, stages: int, persistent: bool) -> None:
   target = Target("CUDA", "sm_90")
-  launch = dispatch_backward(replace(SPEC, Dk=D, Dv=D), target)[1]
+  launch = dispatch_backward(replace(SPEC, Dk=Dk, Dv=Dv), target)[1]
   tiles = replace(launch.tiles, stages=stages, persistent=persistent)
   used = shared_offsets(tuple(replace(launch, tiles=tiles).graph().toposort()))[1]
-  assert tiles.shared_bytes(D, D) == used <= target.lds
+  assert tiles.shared_bytes(Dk, Dv) == used <= target.lds
   assert replace(tiles, persistent=launch.tiles.persistent) in hopper.fused_backward(launch.spec, target)
 
 
@@ -192,7 +193,7 @@ def test_dq_is_not_in_the_half_of_shared_memory_that_scores_are_multiplied_from(
   ]
 
 
-def test_three_stages_are_too_many_at_a_head_size_of_128() -> None:
-  target, spec = Target("CUDA", "sm_90"), replace(SPEC, Dk=128, Dv=128)
-  assert Tiles(3).shared_bytes(128, 128) == target.lds + 128
-  assert {x.stages for x in hopper.fused_backward(spec, target)} == {1, 2}
+@pytest.mark.parametrize(("Dk", "Dv", "stages"), [(64, 64, {1, 2}), (64, 128, {1, 2, 3}), (128, 128, {1, 2})])
+def test_how_many_stages_fit(Dk: int, Dv: int, stages: set[int]) -> None:
+  tried = hopper.fused_backward(replace(SPEC, Dk=Dk, Dv=Dv), Target("CUDA", "sm_90"))
+  assert {x.stages for x in tried} == stages

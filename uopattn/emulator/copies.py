@@ -4,7 +4,7 @@ A bulk copy, such as that of a box of a tensor, completes only when a warp waits
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tinygrad.uop.ops import UOp
@@ -167,13 +167,30 @@ def load(
   run: Run, u: UOp, to: Pointer, number: Any, barrier: Pointer, column: Any, row: Any, head: Any, batch: Any, keep: Any
 ) -> None:
   lanes = _one(run, u, "copies a box")
-  lane, tensor_map = int(lanes[0]), run.maps.get(int(number))
-  if tensor_map is None or int(run.wave[lane]) not in tensor_map.known:
-    raise run.fail(Race, u, f"uses tensor map {int(number)} without tensor_map_acquire", lanes)
+  lane = int(lanes[0])
+  tensor_map = known_map(run, u, number, lane)
   corner = [int(run.spread(x)[lane]) for x in (column, row, head, batch)]
   (start,) = aligned(run, u, to, PERIOD, "copies a box to", lanes, count=tensor_map.rows * ROW_BYTES)
-  offset, data = _box(tensor_map, corner)
-  _begin(run, u, to.memory, (start + offset) // 2, data, barrier, lanes)
+  offset, index, inside = box(tensor_map, corner)
+  bits = tensor_map.source.view(np.dtype(np.uint16)).take(np.where(inside, index, 0))
+  _begin(run, u, to.memory, (start + offset) // 2, np.where(inside, bits, 0).astype(np.uint16), barrier, lanes)
+
+
+def prefetch(run: Run, u: UOp, number: Any, *rest: Any) -> None:
+  lanes = run.active(rest[-1])
+  if len(lanes) > 1:
+    raise run.fail(Divergence, u, f"prefetches a box in {len(lanes)} lanes; only one may", lanes)
+  if len(lanes):
+    known_map(run, u, number, int(lanes[0]))
+
+
+def known_map(run: Run, u: UOp, number: Any, lane: int) -> Map:
+  """Return the tensor map with a number. Raises Race unless the lane's wave has acquired it."""
+  tensor_map = run.maps.get(int(number))
+  if tensor_map is None or int(run.wave[lane]) not in tensor_map.known:
+    what = f"uses tensor map {int(number)} without tensor_map_acquire"
+    raise run.fail(Race, u, what, np.array([lane]))
+  return cast(Map, tensor_map)
 
 
 def bulk(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, barrier: Pointer) -> None:
@@ -212,8 +229,8 @@ def _begin(
     run.counters.lds_written += data.size * 2
 
 
-def _box(tensor_map: Map, corner: list[int]) -> tuple[np.ndarray, np.ndarray]:
-  """Return the byte offset of each element in the box in LDS, and its bits; elements outside of the tensor are 0.
+def box(tensor_map: Map, corner: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Return for each element of a box its byte in LDS, its index in global memory, and whether the tensor has it.
 
   `corner` is the column, row, head and batch of the box's first element.
   """
@@ -223,5 +240,4 @@ def _box(tensor_map: Map, corner: list[int]) -> tuple[np.ndarray, np.ndarray]:
   for x, size in zip(at, tensor_map.shape, strict=True):
     inside = inside & (x >= 0) & (x < size)
   index = tensor_map.first + at[0] + sum(x * step for x, step in zip(at[1:], tensor_map.strides, strict=True))
-  bits = np.where(inside, tensor_map.source.view(np.dtype(np.uint16)).take(np.where(inside, index, 0)), 0)
-  return swizzled(rows * ROW_BYTES + columns * 2).ravel(), bits.astype(np.uint16).ravel()
+  return swizzled(rows * ROW_BYTES + columns * 2).ravel(), index.ravel(), inside.ravel()

@@ -66,7 +66,7 @@ def launch(
       if run.check and run.copies is not None and run.copies.loads:
         raise run.fail(Race, program.uops[-1], "ends while a bulk copy is under way")
       if run.check and run.sums.flights:
-        raise run.fail(Race, program.uops[-1], "ends while something is being added to global memory")
+        raise run.fail(Race, program.uops[-1], "ends while a bulk copy reads LDS or adds to global memory")
       if run.check and run.copies is not None and run.copies.started:
         lanes = run.copies.started[0].lanes
         raise run.fail(Race, program.uops[-1], "ends while a copy to LDS is under way", lanes)
@@ -93,7 +93,7 @@ def _fill(program: Program, run: Run, data: list[np.ndarray], writers: list[np.n
   if any(map(program.uses, ("cp_async", "tma_load", "bulk_load"))):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
   run.stamped, run.asynchronous, run.contracted = program.uses("mbarrier"), program.asynchronous, program.contracted
-  if program.uses("wgmma") or program.uses("tma_reduce_add"):
+  if any(map(program.uses, ("wgmma", "tma_reduce_add", "tma_store"))):
     run.flights = []
   if program.uses("tile_"):
     run.tiles = Tiles.of(run.shape.lanes)

@@ -103,19 +103,19 @@ class Global(Memory):
     return self.gather(to, index, count, lanes)
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
-    """Write `values` from each active lane; the last lane wins. Raises OutOfBounds, and Race as of `_claim`."""
+    """Write `values` from each active lane; the last lane wins. Raises OutOfBounds, and Race as of `claim`."""
     lanes = self.run.active()
     index, to = self.index_of(index, lanes), storage(dtype)
     self.bounds(u, "writes", index, len(values), to.itemsize, lanes)
     if self.run.counters is not None:
       self.run.counters.global_written += len(lanes) * len(values) * to.itemsize
     if self.run.check:
-      self._claim(u, index * to.itemsize, len(values) * to.itemsize, lanes)
+      self.claim(u, index * to.itemsize, len(values) * to.itemsize, lanes)
     view = self.view(to)
     for i, value in enumerate(values):
       view[index + i] = self.run.spread(value)[lanes]
 
-  def _claim(self, u: UOp, address: np.ndarray, count: int, lanes: np.ndarray) -> None:
+  def claim(self, u: UOp, address: np.ndarray, count: int, lanes: np.ndarray) -> None:
     """Raise Race if lanes store to bytes that another workgroup stores to: nothing orders workgroups."""
     group = self.run.first_group + self.run.group[lanes] + 1
     for byte in (address + i for i in range(count)):

@@ -1,11 +1,14 @@
-"""Sums in global memory that workgroups add to one after another, so that every run gives the same bits.
+"""Bulk copies from LDS to global memory, and sums there that workgroups add to one after another.
 
 A semaphore is a number in global memory: `semaphore_release` writes it, `semaphore_wait` waits for it. An addition
 (`tma_reduce_add`) must know of the one before it to the same element: by the same wave, through a barrier that both
-have met at, or through a semaphore that was released after it and acquired before. It reads LDS until `bulk_wait_read`
-and is done at `bulk_wait`, no sooner than all other warps have run as far as they can. Workgroups run one after
-another, so a semaphore that was not released yet never is. Only a wait may read one: a plain load, perhaps by a lane
-that does not wait itself, could come before the release.
+have met at, or through a semaphore that was released after it and acquired before. Then every run gives the same bits.
+It reads LDS until `bulk_wait_read` and is done at `bulk_wait`, no sooner than all other warps have run as far as they
+can. Workgroups run one after another, so a semaphore that was not released yet never is. Only a wait may read one: a
+plain load, perhaps by a lane that does not wait itself, could come before the release.
+
+A box (`tma_store`) is read from LDS in the same way, and is in memory once it has been read: nothing in the kernel may
+depend on it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,7 +17,9 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import UOp
 
-from .errors import Divergence, Misaligned, Race
+from . import copies
+from .errors import Divergence, LaunchError, Misaligned, Race
+from .hopper import PERIOD, ROW_BYTES
 from .lanes import Run
 from .memory import CHUNK, LDS, Global, Pointer, aligned
 from .tracks import tracks_of
@@ -34,7 +39,12 @@ class Last:
 
 @dataclass(eq=False)
 class Flight:
-  """An addition that is under way."""
+  """A bulk copy from LDS that is under way: a box of 16-bit elements, or float32 that are added.
+
+  Attributes:
+    index: of the elements in global memory.
+    first: whether it stores, and does not add.
+  """
 
   u: UOp
   lane: int
@@ -42,18 +52,27 @@ class Flight:
   granules: np.ndarray
   content: np.ndarray
   to: Global
-  index: np.ndarray  # of the elements that it adds to
+  index: np.ndarray
   numbers: np.ndarray
   first: bool
   was_read: bool = False
 
+  @property
+  def is_box(self) -> bool:
+    return self.numbers.dtype == np.uint16
+
   def read(self) -> None:
-    """Read what is to be added, unless that is done. Raise Race if it has changed."""
+    """Read what is copied, unless that is done. Raise Race if it has changed."""
     if self.was_read:
       return
     self.was_read, lanes = True, np.array([self.lane])
     self.source.check_unchanged(self.u, self.granules, self.content, lanes)
     self.source.check_read(self.u, self.granules, lanes)
+
+  def land(self) -> None:
+    """Write to global memory."""
+    memory = self.to.view(self.numbers.dtype)
+    memory[self.index] = self.numbers if self.first else memory[self.index] + self.numbers
 
 
 @dataclass
@@ -102,7 +121,7 @@ def _one(run: Run, u: UOp, when: Any) -> int | None:
   """Return the lane that acts, or None. Raises Divergence if several do."""
   lanes = run.active(when)
   if len(lanes) > 1:
-    raise run.fail(Divergence, u, "adds to global memory, or uses a semaphore, in several lanes at once", lanes)
+    raise run.fail(Divergence, u, "copies to global memory, or uses a semaphore, in several lanes at once", lanes)
   return int(lanes[0]) if len(lanes) else None
 
 
@@ -149,46 +168,68 @@ def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, f
     raise run.fail(Misaligned, u, f"adds {count} bytes, which is not a multiple of {CHUNK}", lanes)
   (start,) = aligned(run, u, source, CHUNK, f"adds {count} bytes from", lanes, count=count)
   (address,) = aligned(run, u, to, CHUNK, f"adds {count} bytes to", lanes, Global, count)
-  granules = np.arange(start // lds.granule, (start + count) // lds.granule)[:, None]
-  if run.check:
-    lds.check_asynchronous(u, "reads {what} to add it", granules, lanes)
   numbers = lds.view(np.dtype(np.float32))[start // 4 : (start + count) // 4].copy()
-  index, content = np.arange(address // 4, (address + count) // 4), lds.content(granules)
-  fresh = bool(run.spread(first)[lane])
-  run.sums.flights.append(Flight(u, lane, lds, granules, content, to.memory, index, numbers, fresh))
-  if run.counters is not None:
-    run.counters.lds_read += count
-    run.counters.global_written += count
+  index = np.arange(address // 4, (address + count) // 4)
+  read = np.arange(start, start + count, lds.granule)
+  _begin(run, u, lane, lds, read, to.memory, index, numbers, bool(run.spread(first)[lane]))
 
 
-def _until_others_wait(run: Run, u: UOp) -> None:
-  """Let all other warpgroups and warps continue as far as they can."""
-  tracks = tracks_of(run, u)
-  own = tracks.now
-  tracks.wait(lambda: not any(x.ready() for x in tracks.tracks if x is not own and not x.ended))
-
-
-def wait_read(run: Run, u: UOp, when: Any) -> None:
+def tma_store(run: Run, u: UOp, to: Pointer, number: Any, source: Pointer, *rest: Any) -> None:
+  *corner, when = rest
   if (lane := _one(run, u, when)) is None:
     return
-  _until_others_wait(run, u)
-  for x in run.sums.flights:
-    if x.lane == lane and run.check:
+  lanes, lds, box = np.array([lane]), source.memory, copies.known_map(run, u, number, lane)
+  if box.source is not to.memory:
+    raise run.fail(LaunchError, u, f"stores to {to.memory.name} by a map of {box.source.name}", lanes)
+  (start,) = aligned(run, u, source, PERIOD, "stores a box from", lanes, count=box.rows * ROW_BYTES)
+  offset, index, inside = copies.box(box, [int(run.spread(x)[lane]) for x in corner])
+  read = start + offset[inside]
+  _begin(run, u, lane, lds, read, to.memory, index[inside], lds.view(np.dtype(np.uint16))[read // 2], True)
+
+
+def _begin(
+  run: Run, u: UOp, lane: int, lds: LDS, read: np.ndarray, to: Global, index: Any, numbers: Any, first: bool
+) -> None:
+  """Begin a copy of `numbers`, which are at the bytes `read` of LDS, to the elements `index` of global memory."""
+  granules = np.unique(read // lds.granule)[:, None]
+  if run.check:
+    lds.check_asynchronous(u, "reads {what} to copy it", granules, np.array([lane]))
+  run.sums.flights.append(Flight(u, lane, lds, granules, lds.content(granules), to, index, numbers, first))
+  if run.counters is not None:
+    run.counters.lds_read += numbers.nbytes
+    run.counters.global_written += numbers.nbytes
+
+
+def wait_read(run: Run, u: UOp, pending: Any, when: Any) -> None:
+  if (lane := _one(run, u, when)) is None:
+    return
+  tracks_of(run, u).let_others()
+  own = [x for x in run.sums.flights if x.lane == lane]
+  read = own[: max(0, len(own) - int(pending))]
+  for x in read:
+    if run.check:
       x.read()
+  _finish(run, [x for x in read if x.is_box])
 
 
 def wait(run: Run, u: UOp, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
     return
-  _until_others_wait(run, u)
-  done = [x for x in run.sums.flights if x.lane == lane]
-  run.sums.flights = [x for x in run.sums.flights if x.lane != lane]
+  tracks_of(run, u).let_others()
+  _finish(run, [x for x in run.sums.flights if x.lane == lane])
+
+
+def _finish(run: Run, done: list[Flight]) -> None:
+  """Read copies, and write them to global memory."""
+  run.sums.flights = [x for x in run.sums.flights if x not in done]
   for x in done:
     if run.check:
       x.read()
-      _check(run, x)
-    sums = x.to.view(np.dtype(np.float32))
-    sums[x.index] = x.numbers if x.first else sums[x.index] + x.numbers
+      if x.is_box:
+        x.to.claim(x.u, 2 * x.index, 2, np.full(x.index.size, x.lane))
+      else:
+        _check(run, x)
+    x.land()
 
 
 def _check(run: Run, x: Flight) -> None:

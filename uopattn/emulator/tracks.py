@@ -68,6 +68,7 @@ class Track:
     self.ready: Callable[[], bool] = lambda: True
     self.stuck: Callable[[], KernelError] | None = None  # makes the error of a wait that nothing can end
     self.ended = self.must_fail = False
+    self.patient = False  # whether it waits in `Tracks.let_others`
     self.turn = threading.Semaphore(0)
     self.state: tuple[list[Any], np.ndarray | None, np.ndarray | None] = list(tracks.run.values), lanes, None
     self.thread = threading.Thread(target=tracks._live, args=(self, body), daemon=True)
@@ -172,6 +173,13 @@ class Tracks:
     if track.must_fail and stuck is not None:
       raise stuck()
     track.ready, track.stuck = (lambda: True), None
+
+  def let_others(self) -> None:
+    """Let all other warpgroups continue as far as they can, but those that do the same."""
+    own = self.now
+    own.patient = True
+    self.wait(lambda: not any(x.ready() for x in self.tracks if not (x.patient or x.ended)))
+    own.patient = False
 
   def signalled(self) -> None:
     """Let the first warpgroup in the order that can continue do so, as this one has just signalled something."""

@@ -32,7 +32,7 @@ ALIGN, SMALL = 1024, 128  # bytes: the period of the widest swizzle of shared me
 # Tensor maps lie in a global variable of the kernel, a few per multiprocessor. Only kernels of which one workgroup fits
 # on a multiprocessor have them, so no two workgroups use the same ones at once, whatever runs beside. (tinygrad's NV
 # device makes no room for such variables, but it does not know Hopper.)
-MAPS = """__device__ __align__(128) unsigned char uopattn_maps[256][4][128];
+MAPS = """__device__ __align__(128) unsigned char uopattn_maps[256][6][128];
 __device__ __forceinline__ void* uopattn_map(int number) {
   unsigned multiprocessor;
   asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));

@@ -58,6 +58,9 @@ def _ldmatrix(modifier: str) -> str:
   )
 
 
+_COMMIT = 'asm volatile("cp.async.bulk.commit_group;":::"memory");'
+
+
 def _reduce_add() -> str:
   """CUDA text that stores or adds, and commits; see `Cuda.tma_reduce_add`."""
   operands = f'"l"({{0}}),{_shared("{1}")},"r"({{2}})'
@@ -68,8 +71,15 @@ def _reduce_add() -> str:
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
     )
   )
-  commit = 'asm volatile("cp.async.bulk.commit_group;":::"memory");'
-  return asm(f"if ({{4}}) {{{{ if ({{3}}) {store} else {add} {commit} }}}}")
+  return asm(f"if ({{4}}) {{{{ if ({{3}}) {store} else {add} {_COMMIT} }}}}")
+
+
+def _tma_store() -> str:
+  """CUDA text that stores a box and commits; see `Cuda.tma_store`."""
+  operands = ",".join((_map("{1}"), _shared("{2}"), *(f'"r"({{{i}}})' for i in range(3, 7))))
+  name = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
+  text = f'asm volatile("{name} [%0, {{{{%2, %3, %4, %5}}}}], [%1];"::{operands}:"memory");'
+  return asm(f"if ({{7}}) {{{{ {text} {_COMMIT} }}}}")
 
 
 def _pack(kind: str) -> str:
@@ -134,6 +144,20 @@ _TMA_LOAD = Instruction(
     )
   },
 )
+
+
+_TMA_PREFETCH = Instruction(
+  "tma_prefetch",
+  {
+    "cuda": ptx(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {{%1, %2, %3, %4}}];",
+      _map("{0}"),
+      *(f'"r"({{{i}}})' for i in range(1, 5)),
+      when="{5}",
+    )
+  },
+)
+_TMA_STORE = Instruction("tma_store", {"cuda": _tma_store()}, writes=True)
 
 
 class Cuda(Dialect):
@@ -323,6 +347,16 @@ class Cuda(Dialect):
     """
     return statement(_TMA_LOAD, self.name, after, to, number, barrier, *(x.cast(dtypes.int) for x in start), keep)
 
+  def tma_prefetch(self, number: int, start: tuple[UOp, UOp, UOp, UOp], when: UOp, *after: UOp) -> UOp:
+    """Bring a box of tensor map `number` to the L2 cache, where `when`; one lane brings all of it. A statement.
+
+    Source: PTX ISA, "cp.async.bulk.prefetch.tensor".
+
+    Args:
+      start: first column, row, head and batch.
+    """
+    return statement(_TMA_PREFETCH, self.name, after, number, *(x.cast(dtypes.int) for x in start), when)
+
   @instruction(
     cuda=ptx(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];",
@@ -445,14 +479,40 @@ class Cuda(Dialect):
     "cp.reduce.async.bulk".
     """
 
-  @instruction(cuda=ptx("cp.async.bulk.wait_group.read 0;", when="{0}"))
-  def bulk_wait_read(self, when: Condition, *after: UOp) -> Statement:
-    """Wait, where `when`, until all that this lane has started to add has been read from LDS. A statement."""
+  def tma_store(
+    self, to: UOp, number: int, source: UOp, start: tuple[UOp, UOp, UOp, UOp], when: UOp, *after: UOp
+  ) -> UOp:
+    """Start storing a swizzled box from LDS by tensor map `number`; one lane, where `when`, stores all of it.
+
+    A statement. What is beyond the tensor is not stored. `bulk_wait_read` must follow before the box changes, and
+    before the workgroup ends. Source: PTX ISA, "cp.async.bulk.tensor".
+
+    Args:
+      to: the buffer in global memory (an INDEX) that the map describes.
+      source: LDS, aligned to 1024 bytes.
+      start: first column, row, head and batch.
+    """
+    return statement(_TMA_STORE, self.name, after, to, number, source, *(x.cast(dtypes.int) for x in start), when)
+
+  @instruction(cuda=ptx("cp.async.bulk.wait_group.read %0;", '"n"({0})', when="{1}"))
+  def bulk_wait_read(self, pending: int, when: Condition, *after: UOp) -> Statement:
+    """Wait, where `when`, until LDS is read for all that this lane has started to add or store, but the last `pending`.
+
+    A statement.
+    """
 
   @instruction(cuda=ptx("cp.async.bulk.wait_group 0;", when="{0}"))
   def bulk_wait(self, when: Condition, *after: UOp) -> Statement:
-    """Wait, where `when`, until all that this lane has started to add is in memory. A statement."""
+    """Wait, where `when`, until all that this lane has started to add or store is in memory. A statement."""
 
 
 # What methods with code choose from, and so is no declaration in the class.
-IN_FAMILIES = (_CP_ASYNC, *_CP_ASYNC_OR_ZERO.values(), *_LDMATRIX.values(), _TENSOR_MAP, _TMA_LOAD)
+IN_FAMILIES = (
+  _CP_ASYNC,
+  *_CP_ASYNC_OR_ZERO.values(),
+  *_LDMATRIX.values(),
+  _TENSOR_MAP,
+  _TMA_LOAD,
+  _TMA_PREFETCH,
+  _TMA_STORE,
+)

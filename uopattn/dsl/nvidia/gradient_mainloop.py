@@ -18,7 +18,7 @@ With score functions where Dk is above 64, dV is started before dP is waited for
 There a warpgroup may pass over a tile none of whose queries sees its keys: it computes nothing, and adds nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
@@ -29,6 +29,7 @@ from uopattn.dsl.gpu.backward_mainloop import Elements, dropped, score_vjp, weig
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.gradient_epilogue import GradientEpilogue
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, Operands
 from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, QueryTiles, Sight
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, WARP
@@ -37,6 +38,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.nvidia.tma import Slots
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope, sizes
@@ -45,6 +47,8 @@ SLICE = 64  # columns of dQ that a warpgroup computes
 WARPGROUPS = 2  # that compute
 LSE, DELTA = range(2)  # of each query, as they come with Q
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
+DS_READ = DS_STORED + WARPGROUPS + 1  # the first one for which the last dS has been read
+STAGED = DS_READ + WARPGROUPS  # that of dK and dV
 
 
 def add_dq(
@@ -60,7 +64,7 @@ def add_dq(
   """Add dQ of all tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
 
   Args:
-    dq_tile: shared memory for dQ of a tile; `pipe.free` signals that it may be written again.
+    dq_tile: shared memory for dQ of a tile; the first of `pipe.free` signals that it may be written again.
   """
   once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   trip = pipe.trip(after, once, uses_keys=False)
@@ -76,9 +80,32 @@ def add_dq(
   # Those that stored dQ need not wait until it is visible.
   fenced = CUDA.fence_proxy_async(met)
   added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(fenced)[0], 4 * size, first, leads, fenced)
-  free = CUDA.mbarrier_arrive(pipe.free[0], leads, CUDA.bulk_wait_read(leads, added))
+  free = CUDA.mbarrier_arrive(pipe.free[0], leads, CUDA.bulk_wait_read(0, leads, added))
   done = CUDA.semaphore_release(semaphores.base[at], turn + 1, leads, CUDA.bulk_wait(leads, free))
   return trip.end(queries, done.end(n)).end(once)
+
+
+def store_sums(
+  s: Scope,
+  group: Workgroup,
+  pipe: GradientPipeline,
+  block_of: Callable[[UOp], KeyBlock],
+  epilogue: GradientEpilogue,
+  gradients: Callable[[UOp], Sequence[HeadView]],
+  after: UOp,
+) -> UOp:
+  """Store dK and dV of all blocks to memory, by one more warp.
+
+  Args:
+    gradients: (key head) -> the rows of dK and dV.
+  """
+  once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 2).cast(dtypes.weakint)), AxisType.REDUCE)
+  trip = pipe.trip(after, once, uses_keys=False)
+  of_keys = block_of(trip.number)
+  whole = UOp.const(True) if of_keys.part is None else ~of_keys.part.exists
+  first = of_keys.block * epilogue.tiles[0].rows
+  sent = epilogue.send(gradients(of_keys.head), first, whole, *trip.heard())
+  return trip.end(of_keys.queries, sent).end(once)
 
 
 def first_key(warpgroup: UOp, row_tiles: int, row_tile: int) -> UOp:
@@ -111,6 +138,7 @@ class GradientMainloop:
     ds: shared memory for dS.
     rows: this lane's keys, of each tile of 64.
     dq: shared memory for dQ of a tile, which is then added to memory.
+    ds_free: (after) -> waits until dS may be stored.
   """
 
   s: Scope
@@ -123,6 +151,7 @@ class GradientMainloop:
   ds: SwizzledTiles
   rows: list[dict[tuple[int, int], UOp]]
   dq: UOp
+  ds_free: Callable[[UOp], tuple[UOp, ...]]
 
   @property
   def warpgroup(self) -> UOp:
@@ -140,7 +169,7 @@ class GradientMainloop:
   def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
     """Add all tiles to dK and dV, of each tile of keys, and release keys and values. Returns the sums."""
     zero = UOp.const(0)
-    v_ready = self.slots.v.wait(zero, *after)
+    v_ready = UOp.group(*self.ds_free(self.slots.v.wait(zero, *after)))
     scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     dq, queries = self.s.buffer(SLICE // 2), self.queries
@@ -153,7 +182,7 @@ class GradientMainloop:
       else:
         done = self.attend(first + trip, sight is Sight.SOME, scores, words, dq, old, *entry).end(trip)
       inside = all_after(inside, done)
-    return all_after(sums, self.slots.k.release(zero, done))
+    return all_after(sums, self.meet(self.slots.k.release(zero, done)))
 
   def attend(
     self,
@@ -210,7 +239,7 @@ class GradientMainloop:
 
   def hand_on(self, n: UOp, dq: UOp, *after: UOp) -> UOp:
     """Store this warpgroup's slice of the n-th tile's dQ, once that of the tile before has been read, and signal it."""
-    free = CUDA.mbarrier_wait(self.free[0], (n + self.slots.q.count + 1) % 2, *after)
+    free = CUDA.mbarrier_wait(self.free, (n + self.slots.q.count + 1) % 2, *after)
     return self.give(*self.store_dq(dq.after(free), free))
 
   def pass_over(self, n: UOp, *after: UOp) -> UOp:
@@ -227,6 +256,12 @@ class GradientMainloop:
       return CUDA.named_barrier_sync(DS_STORED, WARPGROUPS * THREADS, *after)
     threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
     return CUDA.named_barrier_sync(DS_STORED + self.warpgroup, threads, *after)
+
+  def meet(self, *after: UOp) -> UOp:
+    """Wait until this warpgroup's dS of all tiles has been read."""
+    if self.splits_columns:
+      return self.sync(*after)
+    return CUDA.named_barrier_sync(DS_READ + self.warpgroup, THREADS, *after)
 
   def give(self, *after: UOp) -> UOp:
     """Signal that the slice of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
@@ -259,17 +294,9 @@ class GradientMainloop:
 
   def store_ds(self, row_tile: int, number: UOp, words: list[UOp], *after: UOp) -> list[UOp]:
     """Store this warp's rows of dS, of a tile of keys, to shared memory."""
-    tile, lane = self.ds.tile(number + self.slots.q.count, *after), self.group.lane
+    tile = self.ds.tile(number + self.slots.q.count, *after)
     row = self.first_key(row_tile) + self.group.warp % WARPS * MMA_M
-    first = tile.at(row + lane % MMA_M, lane // MMA_M).src[1]
-    per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
-    return [
-      CUDA.stmatrix(
-        tile.memory[(first ^ i % per * tile.chunk) + i // per * tile.panel],
-        *words[2 * i : 2 * i + 4],
-      )
-      for i in range(0, BLOCK // MMA_N, 2)
-    ]
+    return tile.store_rows(row, words, self.group.lane)
 
   def start_dq(self, number: UOp, dq: UOp, *after: UOp) -> UOp:
     """Start this warpgroup's slice of dS^T K, (64, 64): some columns of it, or the product of its keys."""

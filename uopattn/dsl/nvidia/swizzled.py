@@ -129,6 +129,20 @@ class SwizzledTiles:
     index = self.at(row, column // self.chunk).src[1] + column % self.chunk
     return (self.memory.after(*after) if after else self.memory)[index].load()
 
+  def store_rows(self, row: UOp, words: list[UOp], lane: UOp) -> list[UOp]:
+    """Store 16 rows from `row` on, by one warp.
+
+    Args:
+      words: this lane's elements, two per word, as accumulators lie in registers: of each 8 columns those of row
+        lane // 4, then those of the row 8 below; see `uopattn.dsl.nvidia.mma_layout`.
+    """
+    first, per = self.at(row + lane % 16, lane // 16).src[1], self.width // self.chunk
+    return [
+      # chunks of a row of a panel differ in some bits of the address
+      CUDA.stmatrix(self.memory[(first ^ i % per * self.chunk) + i // per * self.panel], *words[2 * i : 2 * i + 4])
+      for i in range(0, len(words) // 2, 2)
+    ]
+
   def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Start copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 

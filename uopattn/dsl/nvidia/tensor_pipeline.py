@@ -19,7 +19,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
+from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source, TensorMap
 from uopattn.dsl.nvidia.transposed import transpose
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.head_view import HeadView
@@ -34,7 +34,7 @@ def specialize(
   group: Workgroup,
   consumers: int,
   registers: tuple[int, int],
-  brought: Sequence[tuple[Source, HeadView]],
+  described: Sequence[tuple[TensorMap, HeadView]],
   barriers: list[UOp],
   bring: Callable[[UOp], UOp],
 ) -> UOp:
@@ -42,14 +42,14 @@ def specialize(
 
   Args:
     registers: registers per thread of the producer, and of a consumer.
-    brought: what tensor maps are built for.
+    described: the tensor maps, and the rows that they describe.
     barriers: statements that initialize barriers.
     bring: (after) -> what the warps do that do not consume.
   """
   producer = group.warp >= consumers
-  maps = [x.describe(view, group.warp) for x, view in brought]
+  maps = [x.describe(view, group.warp) for x, view in described]
   ready = UOp.barrier(CUDA.mbarrier_fence(*barriers), *maps)
-  known = UOp.group(*(CUDA.tensor_map_acquire(x.number, ready) for x, _ in brought))
+  known = UOp.group(*(CUDA.tensor_map_acquire(x.number, ready) for x, _ in described))
   done = bring(CUDA.setmaxnreg_dec(registers[0], producer, known))
   return CUDA.setmaxnreg_inc(registers[1], CUDA.exit_warps(producer, done))
 
@@ -206,7 +206,9 @@ class TensorPipeline:
 
     self._transposed = None if transposed is None else Slots(transposed, barriers(transposed), lane)
     each, room = [barriers(x) for x in tiles], room_for(s, len(tiles))
-    q, k, v = (Source(i, x, room, keep=i > 0, before=0 if i else before) for i, x in enumerate(tiles))
+    q, k, v = (
+      Source(TensorMap(i, room, x.rows), x, keep=i > 0, before=0 if i else before) for i, x in enumerate(tiles)
+    )
     self._q = Slots(q.tiles, each[0], lane, source=q, refilled=not self._once)
     self._k, self._v = Slots(k.tiles, each[1], lane, source=k), Slots(v.tiles, each[2], lane, source=v)
 
@@ -230,9 +232,9 @@ class TensorPipeline:
     else:  # the producer's warps are done with V as it comes
       barriers += self._v.init(1, WARPS, first) + self._transposed.init(THREADS, self._consumers, first)
     views = zip((self._q, self._k, self._v), self._work_tile(UOp.const(0)).views, strict=True)
-    brought = [(x.source, view) for x, view in views if x.source is not None and view is not None]
+    described = [(x.source.map, view) for x, view in views if x.source is not None and view is not None]
     registers = REGISTERS_PER_THREAD[self._warpgroups]
-    return specialize(self._group, self._consumers, registers, brought, barriers, self._bring)
+    return specialize(self._group, self._consumers, registers, described, barriers, self._bring)
 
   def trip(self, started: UOp) -> Trip:
     """Begin the loop over work tiles, as a consumer."""

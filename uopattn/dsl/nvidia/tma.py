@@ -40,22 +40,71 @@ def fits(view: HeadView, of_one_head: bool = False) -> bool:
   return whole and all(0 < step < 1 << 36 for step in steps)
 
 
+def _head_and_batch(view: HeadView) -> tuple[UOp, UOp]:
+  assert view.strides is not None
+  assert view.head is not None
+  return view.head % view.strides.heads, view.head // view.strides.heads
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMap:
+  """A tensor map, whose boxes have 64 columns.
+
+  Attributes:
+    number: its number among those of the workgroup.
+    room: shared memory for all of them, `MAP_WORDS` each.
+    rows: rows of a box.
+  """
+
+  number: int
+  room: UOp
+  rows: int
+
+  def describe(self, view: HeadView, warp: UOp) -> UOp:
+    """Build it for all heads, each with the length of the view's, by one warp."""
+    x, per = view.strides, 2 // view.x.dtype.itemsize  # elements in a unit of 16 bits
+    assert x is not None
+    most = int(view.length.vmax)
+    rows = most if view.length.vmin == most else view.length.maximum(1)
+    shape = (view.size // per, rows, x.heads, x.batches)
+    # the stride of an axis of size 1 is not used, but must be valid
+    unused = CHUNK_BYTES // view.x.dtype.itemsize
+    steps = x.of_row, x.of_head if x.heads > 1 else unused, x.of_batch if x.batches > 1 else unused
+    strides = cast(tuple[int, int, int], tuple(step // per for step in steps))
+    start, target = as_type(view.x, dtypes.ushort)[UOp.const(x.offset // per)], self.room[self.number * MAP_WORDS]
+    return CUDA.tensor_map(target, self.number, start, shape, strides, self.rows, warp.eq(self.number))
+
+  @staticmethod
+  def boxes(tile: SwizzledTiles) -> int:
+    """Boxes side by side in a tile."""
+    return ceildiv(tile.columns, COLUMNS)
+
+  def store(self, view: HeadView, first: UOp, tile: SwizzledTiles, when: UOp, *after: UOp) -> UOp:
+    """Start storing a tile to the rows of a head from `first` on, a box for each panel.
+
+    One lane, where `when`, does all of it. Each box is a group of `bulk_wait_read`.
+    """
+    position, to = (first, *_head_and_batch(view)), as_type(view.x, dtypes.ushort)[UOp.const(0)]
+    for i in range(self.boxes(tile)):
+      box = tile.memory.after(*after)[tile.base + i * tile.panel]
+      after = (CUDA.tma_store(to, self.number, box, (UOp.const(i * COLUMNS), *position), when, *after),)
+    return UOp.group(*after)
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
   """A buffer that a tensor map describes, and where its boxes go.
 
   Attributes:
-    number: number of the tensor map.
+    map: the tensor map, with boxes as high as a tile.
     tiles: the tiles in shared memory.
-    room: shared memory for all tensor maps, `MAP_WORDS` each.
     keep: whether other workgroups will read the same.
     numbers: shared memory for float32 that come with it, slot by slot, as many for each row; None if nothing does.
     before: number of rows by which the first tile starts before row 0; it has zeros there.
   """
 
-  number: int
+  map: TensorMap
   tiles: SwizzledTiles
-  room: UOp
   keep: bool
   numbers: UOp | None = None
   before: int = 0
@@ -70,38 +119,30 @@ class Source:
     """The numbers that come with a row."""
     return 0 if self.numbers is None else self.numbers.max_numel() // (self.tiles.slots * self.tiles.rows)
 
-  def describe(self, view: HeadView, warp: UOp) -> UOp:
-    """Build the tensor map of all heads, each with the length of the view's, by one warp."""
-    x, per = view.strides, 2 // view.x.dtype.itemsize  # elements in a unit of 16 bits
-    assert x is not None
-    most = int(view.length.vmax)
-    rows = most if view.length.vmin == most else view.length.maximum(1)
-    shape = (view.size // per, rows, x.heads, x.batches)
-    # the stride of an axis of size 1 is not used, but must be valid
-    unused = CHUNK_BYTES // view.x.dtype.itemsize
-    steps = x.of_row, x.of_head if x.heads > 1 else unused, x.of_batch if x.batches > 1 else unused
-    strides = cast(tuple[int, int, int], tuple(step // per for step in steps))
-    start, target = as_type(view.x, dtypes.ushort)[UOp.const(x.offset // per)], self.room[self.number * MAP_WORDS]
-    return CUDA.tensor_map(target, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
-
   def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp, numbers: UOp | None = None) -> UOp:
     """Start copying tile `n_tile` of a head to a slot, and what `numbers` points to. One thread does all of it."""
-    x, tile, head = view.strides, self.tiles.tile(slot), view.head
-    assert x is not None
-    assert head is not None
-    first = n_tile * self.tiles.rows - self.before
-    if view.length.vmin == 0:  # the map has a row all the same, which must not be read
-      first = (view.length > 0).where(first, int(view.length.vmax))
-    position, copies = (first, head % x.heads, head // x.heads), []
+    tile, position, copies = self.tiles.tile(slot), self._position(view, n_tile), []
     expect_tx = CUDA.mbarrier_expect(barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
-      copies.append(CUDA.tma_load(to, self.number, barrier, (UOp.const(column), *position), self.keep, expect_tx))
+      copies.append(CUDA.tma_load(to, self.map.number, barrier, (UOp.const(column), *position), self.keep, expect_tx))
     if self.numbers is not None and numbers is not None:
       count = self.per_row * self.tiles.rows
       to = self.numbers[slot % self.tiles.slots * count]
       copies.append(CUDA.bulk_load(to, numbers, 4 * count, barrier, expect_tx))
     return UOp.group(*copies)
+
+  def prefetch(self, view: HeadView, n_tile: UOp, when: UOp, *after: UOp) -> UOp:
+    """Bring tile `n_tile` of a head to the L2 cache, where `when`. One thread does all of it."""
+    position, columns = self._position(view, n_tile), range(0, self.tiles.columns, COLUMNS)
+    return UOp.group(*(CUDA.tma_prefetch(self.map.number, (UOp.const(x), *position), when, *after) for x in columns))
+
+  def _position(self, view: HeadView, n_tile: UOp) -> tuple[UOp, UOp, UOp]:
+    """The first row of tile `n_tile` of a head, the head and its batch."""
+    first = n_tile * self.tiles.rows - self.before
+    if view.length.vmin == 0:  # the map has a row all the same, which must not be read
+      first = (view.length > 0).where(first, int(view.length.vmax))
+    return (first, *_head_and_batch(view))
 
 
 @dataclass(frozen=True, eq=False)
