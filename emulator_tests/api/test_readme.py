@@ -25,6 +25,8 @@ NOT_RUN = {  # commands of shell blocks, by how they start
   "apt-get ": "downloads a compiler, for the commands behind it; test_mockkfd runs them where it has what they need",
   "export ": "for the command behind it",
   "python -m uopattn.run ": "on tinygrad's emulator of AMD's instructions, as above",
+  "git worktree ": "for the command behind it",
+  "scripts/turns ": "with tiles of a kernel for NVIDIA's GPUs; test_turns runs it",
   "scripts/arm64 ": "downloads an emulated machine; .ci/run does",
   "scripts/test_arm64 ": "downloads an emulated machine; .ci/run does",
 }
@@ -50,7 +52,7 @@ def anchors(page: Path) -> set[str]:
 
 
 PYTHON = blocks("python")
-COMMANDS = [line for block in blocks("sh").values() for line in block.splitlines()]
+COMMANDS = [line for block in blocks("sh").values() for line in block.replace("\\\n", "").splitlines()]
 RUN = list(dict.fromkeys(line for line in COMMANDS if not line.startswith(tuple(NOT_RUN))))
 
 

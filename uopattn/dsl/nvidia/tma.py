@@ -1,8 +1,8 @@
 """Copies by Hopper's tensor memory accelerator (TMA), and the slots of shared memory that they fill.
 
-Each copy brings up to 64 columns of a tile, swizzled, with zeros for what does not exist. A tensor map describes a
-buffer. The kernel builds its tensor maps itself, one warp each, so that it takes no arguments besides the buffers;
-`uopattn.runtime.cuda` says where they are.
+Each copy brings or stores up to 64 columns of a tile, swizzled. What does not exist comes as 0, and is not stored. A
+tensor map describes a buffer. The kernel builds its tensor maps itself, one warp each, so that it takes no arguments
+besides the buffers; `uopattn.runtime.cuda` says where they are.
 
 Tile n is in slot n % stages. Each slot has two barriers: one counts the bytes that have arrived, the other the warps
 that are done with the tile.
