@@ -112,7 +112,7 @@ class Source:
   @property
   def bytes(self) -> int:
     """Bytes that arrive per tile."""
-    return self.tiles.rows * (ceildiv(self.tiles.columns, COLUMNS) * COLUMNS * 2 + 4 * self.per_row)
+    return self.tiles.rows * (self.map.boxes(self.tiles) * COLUMNS * 2 + 4 * self.per_row)
 
   @property
   def per_row(self) -> int:
