@@ -31,8 +31,8 @@ causal 1.02 for 1024, 1.03 for 4096 and 1.00 for 8192.
 During a block the keys and values of the next one come to the L2 cache, and its first tile of queries to shared
 memory. Then bulk copies store dK and dV (`uopattn.dsl.nvidia.gradient_epilogue`). From a block's last tile to the next
 one's first it is 4,100 cycles for that at D=128, instead of 5,500, with a causal mask 6,000. On an H200, whose power
-limits the pass, it is 1.05 times as fast for N=512 with a mask, 1.02 for 1024 without, and 0.98 to 1.01 for other
-lengths; at D=64, causal, 1.01 for 4096 and 1.02 for 8192 (each timed in one start of both, so to 2 %).
+limits the pass, it is 1.02 times as fast at D=128 for N=1024 and 4096, and with a mask for 512 to 2048; 1.01 for 8192;
+1.00 to 1.01 at D=64; and 0.995 times with a mask where four heads share keys.
 
 If the last round of workgroups is at most half full, several share each of its blocks: each has every p-th of the tiles
 of queries, so that it seldom waits for another part of the block before, and stores its dK and dV in float32, for
@@ -50,8 +50,8 @@ Without score functions nvcc 13 spills nothing in most passes. At D=128 persiste
 causal mask, none of them in the loop over full tiles, and 48 to 72 where N is no multiple of 128, two to seven words of
 them per tile. At D=64 it spills up to 8 bytes where the last keys come first.
 
-Speed on an H200, bfloat16, N=4096, recorded before bulk copies stored dK and dV: 558 TFLOP/s at D=128, causal 527,
-with four query heads per key head 557 and 493; 510 at D=64, causal 457. scripts/results/KERNELS.md has more.
+Speed on an H200, bfloat16, N=4096: 553 TFLOP/s at D=128, causal 524, with four query heads per key head 545 and 505;
+504 at D=64, causal 463. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

@@ -103,7 +103,7 @@ _TWO, _FORWARD, _REST, _GRADIENTS, _CPU, _AMX = (
   "2026-11-25-cuda-2-h200",
   "2026-11-29-cuda-h200",
   "2026-11-30-cuda-h200-rest",
-  "2026-11-30-cuda-h200-backward-fence",
+  "2026-11-30-cuda-h200-backward-tma",
   "2026-11-22-cpu-epyc-zen5",
   "2026-11-25-cpu-xeon-amx",
 )
