@@ -3,7 +3,9 @@
 FlashAttention-2 (Dao, 2023). A workgroup has a block of keys and values and loops over tiles of 64 queries; the order
 of its products is that of `uopattn.dsl.nvidia.gradient_mainloop`. Its two warpgroups have 64 keys each. Where Dk is up
 to 64 they have 128, which halves what is added to dQ in memory; but 64 where Dv is above 64, or where masks on single
-keys, score functions or dropout need the registers.
+keys, score functions or dropout need the registers. Instead of 128 keys, tiles may have 128 queries (`Tiles.block_m`),
+as in FlashAttention-4. Per score that is 8 to 10 % fewer instructions at D=64, but twice as much is added to dQ. Only
+tuning tries it, as no GPU has timed it yet.
 
 The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits.
 Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
@@ -15,9 +17,9 @@ So the heads of the last section keep the other order. At D=128 that is 1.01 to 
 order for all, and 1.07 to 1.18 times where there are two sections.
 
 Under a causal mask the second warpgroup's keys may be hidden from all queries of a tile that see some of the first
-one's. Where Dk is up to 64 it passes over such tiles, and each warpgroup has masks only in tiles that need one for its
-own keys. At D=64 that is 1.09 and 1.10 times as fast on two H200s for N=512, 1.05 and 1.07 for 1024, and 1.01 and 1.04
-for 4096. Above, where both must meet in each tile, it would gain nothing.
+one's. Where Dk is up to 64, and tiles have 64 queries, it passes over them, and each warpgroup has masks only in tiles
+that need one for its own keys. At D=64 that is 1.09 and 1.10 times as fast on two H200s for N=512, 1.05 and 1.07 for
+1024, and 1.01 and 1.04 for 4096. Elsewhere both must meet in each tile, so it would gain nothing.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
@@ -77,7 +79,7 @@ from uopattn.dsl.nvidia.gradient_mainloop import (
   store_sums,
 )
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
-from uopattn.dsl.nvidia.key_blocks import BLOCK, KeyBlock, KeyBlocks
+from uopattn.dsl.nvidia.key_blocks import KeyBlock, KeyBlocks
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
@@ -112,6 +114,7 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
+    block_m: queries per tile.
     stages: tiles of Q, and of dO, in shared memory.
     row_tiles: tiles of 64 keys per warpgroup.
     section: key heads whose blocks start together: the first blocks of all, the second ones, and so on.
@@ -123,6 +126,7 @@ class Tiles:
     multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
 
+  block_m: int = 64
   stages: int = 2
   row_tiles: int = 1
   section: int = 1
@@ -133,6 +137,8 @@ class Tiles:
   multiprocessors: int = 132  # of an H100 or H200
 
   def __post_init__(self) -> None:
+    if self.block_m not in (wgmma.M, 2 * wgmma.M):
+      raise ValueError(f"Tiles.block_m={self.block_m}: must be 64 or 128")
     if self.stages < 1:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
     if self.row_tiles < 1:
@@ -166,18 +172,22 @@ class Tiles:
     """Shared memory for K and V, for tiles of Q and dO, and for dS, keys by queries."""
     widths = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)]
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, 1, least=SLICE) for width in widths]
-    streamed = [SwizzledTiles.make(s, BLOCK, width, self.stages, 1, least=SLICE) for width in widths]
-    return stationary, streamed, SwizzledTiles.make(s, self.rows, BLOCK, 2, 1, least=SLICE)
+    streamed = [SwizzledTiles.make(s, self.block_m, width, self.stages, 1, least=SLICE) for width in widths]
+    return stationary, streamed, SwizzledTiles.make(s, self.rows, self.block_m, 2, 1, least=SLICE)
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    dv, dq_tile = stationary[1].bytes, 4 * slices(Dk) * BLOCK * SLICE
+    dv, dq_tile = stationary[1].bytes, 4 * self.dq_parts(Dk) * SLICE * SLICE
     return ds.bytes + dq_tile + dv + GradientPipeline.shared_bytes(stationary, streamed, self.persistent)
+
+  def dq_parts(self, Dk: int) -> int:
+    """The parts of a tile's dQ, 64 rows by 64 columns each."""
+    return self.block_m // SLICE * slices(Dk)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
-    return BLOCK + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
+    return self.block_m + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
   def blocks(self, problem: Problem) -> int:
     """Blocks of keys of all heads."""
@@ -203,7 +213,7 @@ class Tiles:
     So many workgroups share each that the last round, in which most multiprocessors would be idle, is short. After
     whole rounds of workgroups that masks make unequally long, few are idle anyway.
     """
-    p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, BLOCK)
+    p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, self.block_m)
     rounds, rest = divmod(self.blocks(p), concurrent)
     most = concurrent // rest if rest else 1
     parts = ceildiv(tiles, ceildiv(tiles, most))
@@ -224,17 +234,18 @@ class Tiles:
     return replace(self, section=fewer, descending=descending) if descending else self
 
   @classmethod
-  def of(cls, problem: Problem) -> "Tiles":
+  def of(cls, problem: Problem, block_m: int = 64) -> "Tiles":
     """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
     p = problem
-    row_tiles = 2 if max(p.Dk, p.Dv) <= SLICE and p.light_on_registers else 1
-    return cls(row_tiles=row_tiles, section=section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks)))
+    row_tiles = 2 if block_m == wgmma.M and max(p.Dk, p.Dv) <= SLICE and p.light_on_registers else 1
+    together = section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks))
+    return cls(block_m=block_m, row_tiles=row_tiles, section=together)
 
   def key_blocks(self, kv_heads: int, N: int) -> KeyBlocks:
     """The blocks of keys, in the order in which they begin."""
     blocks = ceildiv(N, self.rows)
     scheduler = TileScheduler(kv_heads, blocks, self.section, True, kv_heads * blocks)
-    return KeyBlocks(scheduler, self.rows, self.descending, self.rest, self.parts)
+    return KeyBlocks(scheduler, self.rows, self.block_m, self.descending, self.rest, self.parts)
 
 
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
@@ -248,7 +259,7 @@ FEW_SECTIONS = 4  # up to which it pays at head sizes up to 64 that the last key
 
 
 def slices(Dk: int) -> int:
-  """Parts of a tile's dQ."""
+  """Parts of 64 columns of dQ."""
   return ceildiv(Dk, SLICE)
 
 
@@ -282,7 +293,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   p = problem
   tiling, concurrent = Tiles.of(p), target.multiprocessors
   first_wave = min(ceildiv(p.N, tiling.rows), concurrent / tiling.section)  # tiles until all add
-  tiles = ceildiv(tiling.blocks(p), concurrent) * p.group * ceildiv(p.M, BLOCK)
+  tiles = ceildiv(tiling.blocks(p), concurrent) * p.group * ceildiv(p.M, tiling.block_m)
   return min(p.M, p.N) >= FROM and ENOUGH[p.Dk > SLICE][bool(p.masks)] * first_wave <= tiles
 
 
@@ -290,15 +301,15 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | 
   """Build the kernel that prepares the pass.
 
   Args:
-    row_stats: (heads, tiles, 2, 64) float32, receives the LSE and delta. For a query that does not exist the LSE is
-      infinite, so that its weights are 0.
+    row_stats: (heads, tiles, 2, block_m) float32, receives the LSE and delta. For a query that does not exist the LSE
+      is infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
     counter: (1,) int32, set to 0.
     moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
-  (heads, n_tiles, *_), (_, M) = sizes(row_stats), sizes(lse)
-  padded = n_tiles * BLOCK
+  (heads, n_tiles, _, block_m), (_, M) = sizes(row_stats), sizes(lse)
+  padded = n_tiles * block_m
   s = Scope()
   group = Workgroup(s, 1, ceildiv(heads * padded, THREADS), WARPS, WARP)
   at = group.block * THREADS + group.thread
@@ -310,8 +321,8 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | 
   for beyond, limit in ((finite < LOWEST, LOWEST), (finite > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
     finite = beyond.where(limit, finite)
   numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
-  to = at // BLOCK * 2 * BLOCK + at % BLOCK
-  stores = [row_stats.base[(to + i * BLOCK).valid(inside)].store(x) for i, x in enumerate(numbers)]
+  to = at // block_m * 2 * block_m + at % block_m
+  stores = [row_stats.base[(to + i * block_m).valid(inside)].store(x) for i, x in enumerate(numbers)]
   for x in (semaphores, counter):
     if x is not None:
       stores.append(x.base[at.valid(at < x.base.max_numel())].store(UOp.const(0, dtypes.int)))
@@ -323,21 +334,23 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, scale: float) -> UOp:
 
   Args:
     dq: (heads, M, Dk), receives dQ.
-    dq_sum: (heads, tiles, slices, 4096) float32, the sums as accumulators lie in registers.
+    dq_sum: (heads, tiles, parts, 4096) float32, the sums as accumulators lie in registers.
     semaphores: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
     scale: factor of the sums.
   """
-  (heads, M, Dk), (_, n_tiles, n_slices, _) = sizes(dq), sizes(dq_sum)
-  s = Scope()
-  group = Workgroup(s, heads, n_tiles, WARPS, WARP)
-  tile = heads * n_tiles - 1 - group.item  # what was added last is still in the L2 cache
-  group, values = group.at(tile // n_tiles, tile % n_tiles), s.buffer(n_slices * SLICE // 2)
-  added = semaphores.base[tile].load().ne(0)
+  (heads, M, Dk), (_, n_tiles, parts, _) = sizes(dq), sizes(dq_sum)
+  s, n_slices = Scope(), slices(Dk)
+  blocks_per_tile = parts // n_slices  # of 64 rows
+  n_blocks = n_tiles * blocks_per_tile
+  group = Workgroup(s, heads, n_blocks, WARPS, WARP)
+  block = heads * n_blocks - 1 - group.item  # what was added last is still in the L2 cache
+  group, values = group.at(block // n_blocks, block % n_blocks), s.buffer(n_slices * SLICE // 2)
+  added = semaphores.base[block // blocks_per_tile].load().ne(0)
   stores = []
   for i in range(n_slices * SLICE // MMA_N):
-    at = ((tile * n_slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
+    at = ((block * n_slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
     stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
-  acc, first = values.after(UOp.group(*stores)), group.block * BLOCK + group.warp * MMA_M
+  acc, first = values.after(UOp.group(*stores)), group.block * SLICE + group.warp * MMA_M
   rows = [first + row_of(group.lane, half) for half in range(HALVES)]
   written = Epilogue(dq, group.head, group.lane).store_halves(rows, acc, scale)
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
@@ -385,7 +398,7 @@ def backward(
   """Build the kernel of the pass.
 
   Args:
-    dq_sum: (heads, tiles, slices, 4096) float32, receives the sums for dQ.
+    dq_sum: (heads, tiles, parts, 4096) float32, receives the sums for dQ.
     dk, dv: as k and v, receive their gradients, but those of blocks that workgroups share.
     semaphores: (heads, tiles) int32, 0 before.
     q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
@@ -414,10 +427,10 @@ def backward(
     return tuple(HeadView.of(x, kv_head, UOp.const(N)) for x in (dk, dv))
 
   def numbers(head: UOp, tile: UOp) -> UOp:
-    return row_stats.base[(head * n_tiles + tile) * 2 * BLOCK]
+    return row_stats.base[(head * n_tiles + tile) * 2 * tiles.block_m]
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
-  dq_tile = s.buffer(slices(Dk) * BLOCK * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  dq_tile = s.buffer(tiles.dq_parts(Dk) * SLICE * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   dv_tile = SwizzledTiles.make(s, tiles.rows, stationary[1].columns, 1, 1, least=SLICE)
   consumers = WARPGROUPS * WARPS
   taken_from = None if counter is None else counter.base[0]
@@ -436,7 +449,7 @@ def backward(
   firsts = [of_keys.block * tiles.rows + group.warp % WARPS * MMA_M + x for x in of_warpgroup]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   queries = of_keys.queries
-  if slices(Dk) == 1 and rules.longest_last:
+  if tiles.dq_parts(Dk) == 1 and rules.longest_last:
     warpgroup = clamp(wgmma.uniform(group.warp) // WARPS, 0, WARPGROUPS - 1)
     queries = of_keys.queries_of(first_key(warpgroup, tiles.row_tiles, 0), tiles.row_tiles * wgmma.M)
   nth = trip.slots.k.count
@@ -457,9 +470,13 @@ def backward(
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
 
 
-ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), 2, BLOCK), in_float32, scratch=True)
+def _tiles(p: Problem, tiles: Tiles) -> tuple[int, int]:
+  return p.heads, ceildiv(p.M, tiles.block_m)
+
+
+ROW_STATS = Buffer("row_stats", lambda p, tiles, _: (*_tiles(p, tiles), 2, tiles.block_m), in_float32, scratch=True)
 COUNTER = Buffer("counter", lambda p, tiles, _: (int(tiles.persistent),), lambda p: dtypes.int, scratch=True)
-SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
+SEMAPHORES = Buffer("semaphores", lambda p, tiles, _: _tiles(p, tiles), lambda p: dtypes.int, scratch=True)
 
 
 def _parts(name: str, size: Callable[[Problem], int]) -> Buffer:
@@ -468,7 +485,7 @@ def _parts(name: str, size: Callable[[Problem], int]) -> Buffer:
 
 DK_PARTS, DV_PARTS = _parts("dk_parts", lambda p: p.Dk), _parts("dv_parts", lambda p: p.Dv)
 DQ_SUM = Buffer(
-  "dq_sum", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), slices(p.Dk), BLOCK * SLICE), in_float32, scratch=True
+  "dq_sum", lambda p, tiles, _: (*_tiles(p, tiles), tiles.dq_parts(p.Dk), SLICE * SLICE), in_float32, scratch=True
 )
 
 
@@ -485,7 +502,7 @@ SCHEDULE = Schedule(
         *(Q, K, V, DO, ROW_STATS),
         *(x.written for x in (COUNTER, DK_PARTS, DV_PARTS)),
       ),
-      block=lambda x: (x.rows, BLOCK),
+      block=lambda x: (x.rows, x.block_m),
       of_keys=True,
     ),
     Kernel(add_parts, (DK.written, DV.written, DK_PARTS, DV_PARTS), ("tiles", "scale"), when=lambda x: x.rest > 0),
