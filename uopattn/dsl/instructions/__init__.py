@@ -5,8 +5,9 @@ in numpy.
 """
 
 from uopattn.dsl.instruction import by_name, by_text, declared_in
-from uopattn.dsl.instructions import amx, cpu, cuda
+from uopattn.dsl.instructions import amx, bulk_copies, cpu, cuda
 from uopattn.dsl.instructions.amx import Amx
+from uopattn.dsl.instructions.bulk_copies import BulkCopies
 from uopattn.dsl.instructions.cpu import Cpu
 from uopattn.dsl.instructions.cuda import Cuda
 from uopattn.dsl.instructions.dialect import Dialect, Generic
@@ -23,8 +24,8 @@ HIP, CUDA, TURING, METAL, GENERIC, CPU, AMX = (
 )
 
 DIALECTS = {"AMD": HIP, "CUDA": CUDA, "METAL": METAL}  # by kinds of devices; those of others are GENERIC or CPU
-_LIST = [*declared_in(Dialect, Hip, Cuda, Cpu, Amx), WAVE_FENCE]
-_LIST += [*cuda.IN_FAMILIES, *cpu.IN_FAMILIES, *amx.IN_FAMILIES]
+_LIST = [*declared_in(Dialect, Hip, BulkCopies, Cuda, Cpu, Amx), WAVE_FENCE]
+_LIST += [*bulk_copies.IN_FAMILIES, *cuda.IN_FAMILIES, *cpu.IN_FAMILIES, *amx.IN_FAMILIES]
 INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
 
 __all__ = [

@@ -32,6 +32,11 @@ def ptx(text: str, *inputs: str, when: str = "") -> str:
   return asm(f'{f"if ({when}) " if when else ""}asm volatile("{text}"::{",".join(inputs)}:"memory");')
 
 
+def shared(operand: str) -> str:
+  """The address of an operand in shared memory, as an input of PTX."""
+  return f'"r"((unsigned)__cvta_generic_to_shared({operand}))'
+
+
 def _float_asm(ptx: str) -> str:
   return '[&](){{ float y; asm("' + ptx + ' %0, %1;":"=f"(y):"f"({0})); return y; }}()'
 
