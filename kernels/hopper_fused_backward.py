@@ -76,7 +76,6 @@ from uopattn.dsl.nvidia.gradient_mainloop import (
   GradientMainloop,
   add_dq,
   first_key,
-  store_sums,
 )
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.key_blocks import KeyBlock, KeyBlocks
@@ -439,8 +438,8 @@ def backward(
   dq_free, *free = pipe.free
   epilogue = GradientEpilogue(group, dk.dtype, staged, pipe.maps, free if tiles.persistent else (), STAGED, WARPGROUPS)
   beside = (
-    partial(add_dq, s, group, pipe, block_of, semaphores, dq_sum, dq_tile),
-    partial(store_sums, s, group, pipe, block_of, epilogue, gradients),
+    partial(add_dq, s, group, dq_free, semaphores, dq_sum, dq_tile),
+    partial(epilogue.send, gradients),
   )
   trip = pipe.trip(pipe.start(views, gradients, block_of, numbers, beside))
 

@@ -39,7 +39,7 @@ def _tensor_map() -> str:
   ]
   lane = '[&](){{ unsigned y; asm volatile("mov.u32 %0, %%laneid;":"=r"(y)); return y; }}()'
   return asm(
-    f"if ({{11}}) {{{{ unsigned s = (unsigned)__cvta_generic_toshared({{0}}), lane = {lane};"
+    f"if ({{11}}) {{{{ unsigned s = (unsigned)__cvta_generic_to_shared({{0}}), lane = {lane};"
     ' asm volatile("st.shared.b32 [%0], %1;"::"r"(s + 4 * lane),"r"(0):"memory"); __syncwarp();'
     f" if (lane == 0) {{{{ {' '.join(lines)} }}}} __syncwarp();"
     ' asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1],'

@@ -14,7 +14,7 @@ from uopattn.dsl.instructions.dialect import asm, ptx, shared
 def _ldmatrix(modifier: str) -> str:
   return asm(
     f'unsigned p[4]; asm volatile("ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{{{%0,%1,%2,%3}}}}, [%4+%5];"'
-    ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_toshared({1})),"n"({2}):"memory");'
+    ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_to_shared({1})),"n"({2}):"memory");'
     " memcpy({0}, p, 16);"
   )
 

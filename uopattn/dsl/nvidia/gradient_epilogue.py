@@ -5,7 +5,7 @@ least, for which threads that store them wait. Here they write them to shared me
 TMA. dK lies where dS was, and dV in memory of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import UOp
@@ -13,6 +13,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
+from uopattn.dsl.nvidia.key_blocks import KeyBlock
 from uopattn.dsl.nvidia.mma_layout import HALVES, WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tma import TensorMap
@@ -77,18 +78,21 @@ class GradientEpilogue:
   def _word(self, pair: UOp, factor: float) -> UOp:
     return CUDA.pack(pair[0].load() * factor, pair[1].load() * factor, self.dtype)
 
-  def send(self, views: Sequence[HeadView], first: UOp, when: UOp, *after: UOp) -> UOp:
-    """Store dK and dV, where `when`, once they are in shared memory, by another warp. Returns when they have been read.
+  def send(self, gradients: Callable[[UOp], Sequence[HeadView]], of_keys: KeyBlock, *after: UOp) -> UOp:
+    """Store dK and dV of a block, unless it is shared, once they are in shared memory, by another warp.
 
     Args:
-      views: the rows of a head of dK and of dV.
-      first: the row of the head that is row 0 of the tiles.
+      gradients: (key head) -> the rows of dK and dV.
+
+    Returns:
+      What comes after they have been read.
     """
-    leads = self.group.lane.eq(0)
+    leads, first = self.group.lane.eq(0), of_keys.block * self.tiles[0].rows
+    when = leads if of_keys.part is None else leads & ~of_keys.part.exists
     met = CUDA.named_barrier_sync(self.staged, self.warpgroups * THREADS + WARP, *after)
     done = CUDA.fence_proxy_async(met)
-    for tile, view, of in zip(self.tiles, views, self.maps, strict=True):
-      done = of.store(view, first, tile, when & leads, done)
+    for tile, view, of in zip(self.tiles, gradients(of_keys.head), self.maps, strict=True):
+      done = of.store(view, first, tile, when, done)
     for barrier, pending in zip(self.free, (TensorMap.boxes(self.tiles[1]), 0), strict=False):
       done = CUDA.mbarrier_arrive(barrier, leads, CUDA.bulk_wait_read(pending, leads, done))
     return done if self.free else CUDA.bulk_wait_read(0, leads, done)

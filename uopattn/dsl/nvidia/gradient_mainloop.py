@@ -18,19 +18,17 @@ With score functions where Dk is above 64, dV is started before dP is waited for
 There a warpgroup may pass over a tile none of whose queries sees its keys: it computes nothing, and adds nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.gpu.backward_mainloop import Elements, dropped, score_vjp, weights
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.gradient_epilogue import GradientEpilogue
-from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline, Operands
+from uopattn.dsl.nvidia.gradient_pipeline import Operands
 from uopattn.dsl.nvidia.key_blocks import KeyBlock, QueryTiles, Sight
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, WARP
 from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
@@ -38,9 +36,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.nvidia.tma import Slots
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
-from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope, sizes
 
 SLICE = 64  # rows, and columns, of dQ that a warpgroup computes
@@ -52,25 +48,16 @@ STAGED = DS_READ + WARPGROUPS  # that of dK and dV
 
 
 def add_dq(
-  s: Scope,
-  group: Workgroup,
-  pipe: GradientPipeline,
-  block_of: Callable[[UOp], KeyBlock],
-  semaphores: UOp,
-  dq_sum: UOp,
-  dq_tile: UOp,
-  after: UOp,
+  s: Scope, group: Workgroup, free: UOp, semaphores: UOp, dq_sum: UOp, dq_tile: UOp, of_keys: KeyBlock, *after: UOp
 ) -> UOp:
-  """Add dQ of all tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
+  """Add dQ of a block's tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
 
   Args:
-    dq_tile: shared memory for dQ of a tile; the first of `pipe.free` signals that it may be written again.
+    free: a barrier that signals that `dq_tile` may be written again.
+    dq_tile: shared memory for dQ of a tile.
   """
-  once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
-  trip = pipe.trip(after, once, uses_keys=False)
-  of_keys = block_of(trip.number)
   queries, turn = of_keys.queries, of_keys.turn
-  n, entry = loop(s, queries.n_tiles, *trip.heard())
+  n, entry = loop(s, queries.n_tiles, *after)
   head, tile = queries.at(n)
   at, size = head * sizes(semaphores)[1] + tile, sizes(dq_tile)[0]
   leads, first = group.lane.eq(0), of_keys.first_of(tile)
@@ -80,32 +67,8 @@ def add_dq(
   # Those that stored dQ need not wait until it is visible.
   fenced = CUDA.fence_proxy_async(met)
   added = CUDA.tma_reduce_add(dq_sum.base[at * size], dq_tile.after(fenced)[0], 4 * size, first, leads, fenced)
-  free = CUDA.mbarrier_arrive(pipe.free[0], leads, CUDA.bulk_wait_read(0, leads, added))
-  done = CUDA.semaphore_release(semaphores.base[at], turn + 1, leads, CUDA.bulk_wait(leads, free))
-  return trip.end(queries, done.end(n)).end(once)
-
-
-def store_sums(
-  s: Scope,
-  group: Workgroup,
-  pipe: GradientPipeline,
-  block_of: Callable[[UOp], KeyBlock],
-  epilogue: GradientEpilogue,
-  gradients: Callable[[UOp], Sequence[HeadView]],
-  after: UOp,
-) -> UOp:
-  """Store dK and dV of all blocks to memory, by one more warp.
-
-  Args:
-    gradients: (key head) -> the rows of dK and dV.
-  """
-  once = s.axis(blurred(group.warp.eq(WARPGROUPS * WARPS + 2).cast(dtypes.weakint)), AxisType.REDUCE)
-  trip = pipe.trip(after, once, uses_keys=False)
-  of_keys = block_of(trip.number)
-  whole = UOp.const(True) if of_keys.part is None else ~of_keys.part.exists
-  first = of_keys.block * epilogue.tiles[0].rows
-  sent = epilogue.send(gradients(of_keys.head), first, whole, *trip.heard())
-  return trip.end(of_keys.queries, sent).end(once)
+  arrived = CUDA.mbarrier_arrive(free, leads, CUDA.bulk_wait_read(0, leads, added))
+  return CUDA.semaphore_release(semaphores.base[at], turn + 1, leads, CUDA.bulk_wait(leads, arrived)).end(n)
 
 
 def first_key(warpgroup: UOp, row_tiles: int, row_tile: int) -> UOp:

@@ -13,7 +13,6 @@ tile of queries to shared memory.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -135,7 +134,7 @@ class GradientPipeline:
     gradients: Callable[[UOp], tuple[HeadView, ...]],
     block_of: Callable[[UOp], KeyBlock],
     numbers: Callable[[UOp, UOp], UOp],
-    beside: Sequence[Callable[[UOp], UOp]],
+    beside: Sequence[Callable[..., UOp]],
   ) -> UOp:
     """Bring all tiles, by the producer; what follows is for consumers only.
 
@@ -144,7 +143,7 @@ class GradientPipeline:
       gradients: (key head) -> the rows of dK and dV.
       block_of: (number) -> what a workgroup does that has taken it.
       numbers: (query head, tile) -> where the LSE of a tile's queries begins, which delta follows.
-      beside: (after) -> what one more warp each does meanwhile that neither produces nor consumes.
+      beside: (block, *after) -> what one more warp each, which neither produces nor consumes, does for a block.
     """
     first, zero = self._group.thread.eq(0), UOp.const(0)
     told = len(beside) * (self._counter is not None)  # the warps beside are told the number with the keys
@@ -180,11 +179,21 @@ class GradientPipeline:
       if (rest := (block.queries.n_tiles - 1).maximum(0)).vmax:
         n, entry = loop(self._s, rest, loaded, early=rest.vmin < rest.vmax)
         loaded = load_queries(slots, block, n + 1, *entry).end(n)
-      return reduce(lambda done, job: job(done), beside, trip.end(block.queries, loaded).end(once))
+      done = trip.end(block.queries, loaded).end(once)
+      for i, work in enumerate(beside):
+        done = self._beside(self._consumers + 1 + i, block_of, work, done)
+      return done
 
     described = [(x.map, view) for x, view in zip(self._sources, views(zero, zero), strict=True)]
     described += zip(self.maps, gradients(zero), strict=True)
     return specialize(self._group, self._consumers, self._registers, described, barriers, bring)
+
+  def _beside(self, warp: int, block_of: Callable[[UOp], KeyBlock], work: Callable[..., UOp], after: UOp) -> UOp:
+    """Do work for all blocks by one warp; see `start`."""
+    once = self._s.axis(blurred(self._group.warp.eq(warp).cast(dtypes.weakint)), AxisType.REDUCE)
+    trip = self.trip(after, once, uses_keys=False)
+    block = block_of(trip.number)
+    return trip.end(block.queries, work(block, *trip.heard())).end(once)
 
   def trip(self, *after: UOp, uses_keys: bool = True) -> Trip:
     """Begin the loop over the workgroup's blocks, by warps that do not produce.
