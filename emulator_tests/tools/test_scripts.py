@@ -15,7 +15,9 @@ SHELL = [path.name for path in sorted(SCRIPTS.iterdir()) if path.is_file() and n
 PYTHON = [name for name in SHELL if (SCRIPTS / f"{name}.py").exists()]
 FAKE_PYTHON = """#!/bin/sh
 echo "$*" >>"$LOG"
-if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/bin/activate"; fi
+if [ "$2 $3" = "venv --clear" ]; then
+  rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && touch "$4/bin/activate"
+fi
 """
 
 
@@ -85,7 +87,7 @@ def test_the_environment_is_set_up_once(clone: Path) -> None:
   """Also where it is active already, whose clang is then on PATH."""
   log, tools, own = clone / "log", clone / "tools", clone / ".venv" / "bin"
   tools.mkdir()
-  for name in ("bash", "cp", "dirname", "env", "grep", "mkdir", "sed", "sh", "touch"):
+  for name in ("bash", "cp", "dirname", "env", "grep", "mkdir", "rm", "sed", "sh", "touch"):
     (tools / name).symlink_to(str(shutil.which(name)))
   settings = {"PYTHON": str(clone / "python"), "LOG": str(log), "CC": ""}
   for script, *words in (["run", "N=64"], ["test"], ["generate", "Hi"], ["run", "--help"]):
@@ -93,7 +95,17 @@ def test_the_environment_is_set_up_once(clone: Path) -> None:
   shutil.copy(clone / "python", own / "clang")
   ended("scripts/run", "N=64", cwd=clone, PATH=f"{own}:{tools}", **settings)
   asked = log.read_text().splitlines()
-  assert asked[0] == f"-m venv {clone}/.venv"
+  assert asked[0] == f"-m venv --clear {clone}/.venv"
   assert [line for line in asked if " pip " in line] == [
     f"-m pip install --quiet --disable-pip-version-check --editable {clone}[clang,test]"
   ]
+
+
+def test_an_environment_whose_python_is_gone_is_set_up_anew(clone: Path) -> None:
+  settings, own = {"PYTHON": str(clone / "python"), "LOG": str(clone / "log")}, clone / ".venv" / "bin"
+  ended("scripts/run", "N=64", cwd=clone, **settings)
+  (own / "python").unlink()
+  (own / "python").symlink_to(clone / "gone")
+  ended("scripts/run", "N=64", cwd=clone, **settings)
+  assert (own / "python").is_file()
+  assert [line.split()[1] for line in (clone / "log").read_text().splitlines()] == ["venv", "pip"] * 2
