@@ -23,4 +23,5 @@ install() { # extras, separated by commas
 [ -d "$venv" ] || . "$repository/scripts/usage.sh"
 install "$(has_clang || echo clang,)test"
 [ -z "${more:-}" ] || install "$more"
+unset PYTHON # tinygrad would take it for a number
 . "$venv/bin/activate"

@@ -101,6 +101,14 @@ def test_the_environment_is_set_up_once(clone: Path) -> None:
   ]
 
 
+def test_the_python_that_was_asked_for_is_not_passed_on(clone: Path) -> None:
+  """To tinygrad PYTHON is the number of a device."""
+  (clone / "scripts" / "shown").write_text('. "$(dirname "$0")/environment.sh"\nenv\n')
+  done = ended("bash", "scripts/shown", cwd=clone, PYTHON=str(clone / "python"), LOG=str(clone / "log"))
+  assert done.returncode == 0
+  assert not [line for line in done.stdout.splitlines() if line.startswith("PYTHON=")]
+
+
 def test_an_environment_whose_python_is_gone_is_set_up_anew(clone: Path) -> None:
   settings, own = {"PYTHON": str(clone / "python"), "LOG": str(clone / "log")}, clone / ".venv" / "bin"
   ended("scripts/run", "N=64", cwd=clone, **settings)
