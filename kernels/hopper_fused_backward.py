@@ -234,7 +234,11 @@ class Tiles:
 
   @classmethod
   def of(cls, problem: Problem, block_m: int = 64) -> "Tiles":
-    """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
+    """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many.
+
+    Args:
+      block_m: queries per tile. If 128, a warpgroup has 64 keys.
+    """
     p = problem
     row_tiles = 2 if block_m == wgmma.M and max(p.Dk, p.Dv) <= SLICE and p.light_on_registers else 1
     together = section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks))

@@ -15,7 +15,8 @@ shared memory. So the first one never waits, and one computes P and dS while the
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
 
-There a warpgroup may pass over a tile none of whose queries sees its keys: it computes nothing, and adds nothing.
+A warpgroup that computes dQ over its own keys may pass over a tile none of whose queries sees them: it computes
+nothing, and adds nothing.
 """
 
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def add_dq(
   at, size = head * sizes(semaphores)[1] + tile, sizes(dq_tile)[0]
   leads, first = group.lane.eq(0), of_keys.first_of(tile)
   taken = CUDA.semaphore_wait(semaphores.base[at], turn, leads & ~first, *entry)
-  givers = sizes(dq_sum)[2]
+  givers = sizes(dq_sum)[2]  # a warpgroup for each part
   met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
   # Those that stored dQ need not wait until it is visible.
   fenced = CUDA.fence_proxy_async(met)
@@ -271,9 +272,9 @@ class GradientMainloop:
     ds, k = self.ds.tile(number + self.slots.q.count, *after), self.slots.k.tile(UOp.const(0), *after)
     if self.divides_dq:
       form = wgmma.Form.BY_ROWS
-      by_rows = self.block_m > wgmma.M
-      keys, left = ds.rows, ds.base + self.warpgroup * (ds.panel * by_rows)
-      right = k.base + self.warpgroup * (k.panel * (not by_rows))
+      has_rows = self.block_m > wgmma.M  # of dQ; else columns
+      keys, left = ds.rows, ds.base + self.warpgroup * (ds.panel * has_rows)
+      right = k.base + self.warpgroup * (k.panel * (not has_rows))
     else:
       form = wgmma.Form.BY_ROWS_ADDED
       first, keys = self.first_key(0) * SLICE, len(self.rows) * wgmma.M
