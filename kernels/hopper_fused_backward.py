@@ -3,9 +3,7 @@
 FlashAttention-2 (Dao, 2023). A workgroup has a block of keys and values and loops over tiles of 64 queries; the order
 of its products is that of `uopattn.dsl.nvidia.gradient_mainloop`. Its two warpgroups have 64 keys each. Where Dk is up
 to 64 they have 128, which halves what is added to dQ in memory; but 64 where Dv is above 64, or where masks on single
-keys, score functions or dropout need the registers. Instead of 128 keys, tiles may have 128 queries (`Tiles.block_m`),
-as in FlashAttention-4. Per score that is 8 to 10 % fewer instructions at D=64, but twice as much is added to dQ. Only
-tuning tries it, as no GPU has timed it yet.
+keys, score functions or dropout need the registers.
 
 The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits.
 Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
@@ -17,9 +15,9 @@ So the heads of the last section keep the other order. At D=128 that is 1.01 to 
 order for all, and 1.07 to 1.18 times where there are two sections.
 
 Under a causal mask the second warpgroup's keys may be hidden from all queries of a tile that see some of the first
-one's. Where Dk is up to 64, and tiles have 64 queries, it passes over them, and each warpgroup has masks only in tiles
-that need one for its own keys. At D=64 that is 1.09 and 1.10 times as fast on two H200s for N=512, 1.05 and 1.07 for
-1024, and 1.01 and 1.04 for 4096. Elsewhere both must meet in each tile, so it would gain nothing.
+one's. Where Dk is up to 64 it passes over such tiles, and each warpgroup has masks only in tiles that need one for its
+own keys. At D=64 that is 1.09 and 1.10 times as fast on two H200s for N=512, 1.05 and 1.07 for 1024, and 1.01 and 1.04
+for 4096. Above, where both must meet in each tile, it would gain nothing.
 
 There are four kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
 semaphores and the counter to 0; `backward` is the pass; `add_parts` adds up what workgroups have of the blocks that
@@ -78,7 +76,7 @@ from uopattn.dsl.nvidia.gradient_mainloop import (
   first_key,
 )
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
-from uopattn.dsl.nvidia.key_blocks import KeyBlock, KeyBlocks
+from uopattn.dsl.nvidia.key_blocks import BLOCK_M, KeyBlock, KeyBlocks
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
@@ -113,7 +111,6 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    block_m: queries per tile.
     stages: tiles of Q, and of dO, in shared memory.
     row_tiles: tiles of 64 keys per warpgroup.
     section: key heads whose blocks start together: the first blocks of all, the second ones, and so on.
@@ -125,7 +122,6 @@ class Tiles:
     multiprocessors: those of the GPU, as many as there are persistent workgroups.
   """
 
-  block_m: int = 64
   stages: int = 2
   row_tiles: int = 1
   section: int = 1
@@ -136,8 +132,6 @@ class Tiles:
   multiprocessors: int = 132  # of an H100 or H200
 
   def __post_init__(self) -> None:
-    if self.block_m not in (wgmma.M, 2 * wgmma.M):
-      raise ValueError(f"Tiles.block_m={self.block_m}: must be 64 or 128")
     if self.stages < 1:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
     if self.row_tiles < 1:
@@ -171,22 +165,18 @@ class Tiles:
     """Shared memory for K and V, for tiles of Q and dO, and for dS, keys by queries."""
     widths = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)]
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, 1, least=SLICE) for width in widths]
-    streamed = [SwizzledTiles.make(s, self.block_m, width, self.stages, 1, least=SLICE) for width in widths]
-    return stationary, streamed, SwizzledTiles.make(s, self.rows, self.block_m, 2, 1, least=SLICE)
+    streamed = [SwizzledTiles.make(s, BLOCK_M, width, self.stages, 1, least=SLICE) for width in widths]
+    return stationary, streamed, SwizzledTiles.make(s, self.rows, BLOCK_M, 2, 1, least=SLICE)
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    dv, dq_tile = stationary[1].bytes, 4 * self.dq_parts(Dk) * SLICE * SLICE
+    dv, dq_tile = stationary[1].bytes, 4 * slices(Dk) * BLOCK_M * SLICE
     return ds.bytes + dq_tile + dv + GradientPipeline.shared_bytes(stationary, streamed, self.persistent)
-
-  def dq_parts(self, Dk: int) -> int:
-    """The parts of a tile's dQ, 64 rows by 64 columns each."""
-    return self.block_m // SLICE * slices(Dk)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
-    return self.block_m + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
+    return BLOCK_M + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
   def blocks(self, problem: Problem) -> int:
     """Blocks of keys of all heads."""
@@ -195,13 +185,12 @@ class Tiles:
   def scheduled(self, problem: Problem, concurrent: int) -> "Tiles":
     """The tiles for a GPU that runs so many workgroups at once: with blocks `shared`, and persistent where that pays.
 
-    Persistent workgroups begin the next block sooner, but the warp that adds to dQ is slower, and at head sizes up to
-    64 a tile takes more instructions. So the exceptions are heads that share keys under a mask, where adding sets the
-    pace, and blocks of many tiles at head sizes up to 64.
+    Persistent workgroups begin the next block sooner, but the warp that adds to dQ is slower. So the exception is where
+    adding sets the pace: heads that share keys under a mask at head sizes above 64.
     """
     p, tiles = problem, self.shared(problem, concurrent)
     several, wide = self.blocks(p) > concurrent, p.Dk > SLICE
-    pays = (p.group == 1 or not wide) if p.masks else (p.M <= SHORT or wide)
+    pays = not (p.masks and p.group > 1 and wide)
     tiles = replace(tiles, persistent=several and pays, multiprocessors=concurrent)
     last_keys = tiles.from_the_last_keys(p)
     return last_keys if wide or last_keys.descending < FEW_SECTIONS * last_keys.section else tiles
@@ -212,7 +201,7 @@ class Tiles:
     So many workgroups share each that the last round, in which most multiprocessors would be idle, is short. After
     whole rounds of workgroups that masks make unequally long, few are idle anyway.
     """
-    p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, self.block_m)
+    p, heads, tiles = problem, problem.B * problem.Hkv, ceildiv(problem.M, BLOCK_M)
     rounds, rest = divmod(self.blocks(p), concurrent)
     most = concurrent // rest if rest else 1
     parts = ceildiv(tiles, ceildiv(tiles, most))
@@ -233,22 +222,17 @@ class Tiles:
     return replace(self, section=fewer, descending=descending) if descending else self
 
   @classmethod
-  def of(cls, problem: Problem, block_m: int = 64) -> "Tiles":
-    """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many.
-
-    Args:
-      block_m: queries per tile. If 128, a warpgroup has 64 keys.
-    """
+  def of(cls, problem: Problem) -> "Tiles":
+    """The tiles for a problem: 128 keys per warpgroup if registers hold their sums, and nothing else needs many."""
     p = problem
-    row_tiles = 2 if block_m == wgmma.M and max(p.Dk, p.Dv) <= SLICE and p.light_on_registers else 1
-    together = section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks))
-    return cls(block_m=block_m, row_tiles=row_tiles, section=together)
+    row_tiles = 2 if max(p.Dk, p.Dv) <= SLICE and p.light_on_registers else 1
+    return cls(row_tiles=row_tiles, section=section(p.B * p.Hkv, p.group, p.M, p.Dk, p.Dv, bool(p.masks)))
 
   def key_blocks(self, kv_heads: int, N: int) -> KeyBlocks:
     """The blocks of keys, in the order in which they begin."""
     blocks = ceildiv(N, self.rows)
     scheduler = TileScheduler(kv_heads, blocks, self.section, True, kv_heads * blocks)
-    return KeyBlocks(scheduler, self.rows, self.block_m, self.descending, self.rest, self.parts)
+    return KeyBlocks(scheduler, self.rows, self.descending, self.rest, self.parts)
 
 
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
@@ -257,12 +241,11 @@ FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward
 # So are this many tiles for each for which the first workgroups wait, without and with masks, for head sizes up to 64
 # and above (H200, 2026-11-29).
 ENOUGH = ((8, 8), (5, 2))
-SHORT = 1024  # queries up to which persistent workgroups pay at head sizes up to 64, without a mask (H200, 2026-11-29)
 FEW_SECTIONS = 4  # up to which it pays at head sizes up to 64 that the last keys come first (H200, 2026-11-30)
 
 
 def slices(Dk: int) -> int:
-  """Parts of 64 columns of dQ."""
+  """Parts of a tile's dQ."""
   return ceildiv(Dk, SLICE)
 
 
@@ -296,7 +279,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   p = problem
   tiling, concurrent = Tiles.of(p), target.multiprocessors
   first_wave = min(ceildiv(p.N, tiling.rows), concurrent / tiling.section)  # tiles until all add
-  tiles = ceildiv(tiling.blocks(p), concurrent) * p.group * ceildiv(p.M, tiling.block_m)
+  tiles = ceildiv(tiling.blocks(p), concurrent) * p.group * ceildiv(p.M, BLOCK_M)
   return min(p.M, p.N) >= FROM and ENOUGH[p.Dk > SLICE][bool(p.masks)] * first_wave <= tiles
 
 
@@ -304,15 +287,15 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | 
   """Build the kernel that prepares the pass.
 
   Args:
-    row_stats: (heads, tiles, 2, block_m) float32, receives the LSE and delta. For a query that does not exist the LSE
-      is infinite, so that its weights are 0.
+    row_stats: (heads, tiles, 2, 64) float32, receives the LSE and delta. For a query that does not exist the LSE is
+      infinite, so that its weights are 0.
     semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
     counter: (1,) int32, set to 0.
     moves: whether a score_mod or an additive mask changes scores. Then the LSE stays natural, else it gets base 2.
   """
-  (heads, n_tiles, _, block_m), (_, M) = sizes(row_stats), sizes(lse)
-  padded = n_tiles * block_m
+  (heads, n_tiles, *_), (_, M) = sizes(row_stats), sizes(lse)
+  padded = n_tiles * BLOCK_M
   s = Scope()
   group = Workgroup(s, 1, ceildiv(heads * padded, THREADS), WARPS, WARP)
   at = group.block * THREADS + group.thread
@@ -324,8 +307,8 @@ def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, counter: UOp | 
   for beyond, limit in ((finite < LOWEST, LOWEST), (finite > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
     finite = beyond.where(limit, finite)
   numbers = (row < M).where(finite, float("inf")), lse_and_delta[1]
-  to = at // block_m * 2 * block_m + at % block_m
-  stores = [row_stats.base[(to + i * block_m).valid(inside)].store(x) for i, x in enumerate(numbers)]
+  to = at // BLOCK_M * 2 * BLOCK_M + at % BLOCK_M
+  stores = [row_stats.base[(to + i * BLOCK_M).valid(inside)].store(x) for i, x in enumerate(numbers)]
   for x in (semaphores, counter):
     if x is not None:
       stores.append(x.base[at.valid(at < x.base.max_numel())].store(UOp.const(0, dtypes.int)))
@@ -337,23 +320,21 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, scale: float) -> UOp:
 
   Args:
     dq: (heads, M, Dk), receives dQ.
-    dq_sum: (heads, tiles, parts, 4096) float32, the sums as accumulators lie in registers.
+    dq_sum: (heads, tiles, slices, 4096) float32, the sums as accumulators lie in registers.
     semaphores: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
     scale: factor of the sums.
   """
-  (heads, M, Dk), (_, n_tiles, parts, _) = sizes(dq), sizes(dq_sum)
-  s, n_slices = Scope(), slices(Dk)
-  blocks_per_tile = parts // n_slices  # of 64 rows
-  n_blocks = n_tiles * blocks_per_tile
-  group = Workgroup(s, heads, n_blocks, WARPS, WARP)
-  block = heads * n_blocks - 1 - group.item  # what was added last is still in the L2 cache
-  group, values = group.at(block // n_blocks, block % n_blocks), s.buffer(n_slices * SLICE // 2)
-  added = semaphores.base[block // blocks_per_tile].load().ne(0)
+  (heads, M, Dk), (_, n_tiles, n_slices, _) = sizes(dq), sizes(dq_sum)
+  s = Scope()
+  group = Workgroup(s, heads, n_tiles, WARPS, WARP)
+  tile = heads * n_tiles - 1 - group.item  # what was added last is still in the L2 cache
+  group, values = group.at(tile // n_tiles, tile % n_tiles), s.buffer(n_slices * SLICE // 2)
+  added = semaphores.base[tile].load().ne(0)
   stores = []
   for i in range(n_slices * SLICE // MMA_N):
-    at = ((block * n_slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
+    at = ((tile * n_slices * (SLICE // MMA_N) + i) * THREADS + group.thread) * 4
     stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
-  acc, first = values.after(UOp.group(*stores)), group.block * SLICE + group.warp * MMA_M
+  acc, first = values.after(UOp.group(*stores)), group.block * BLOCK_M + group.warp * MMA_M
   rows = [first + row_of(group.lane, half) for half in range(HALVES)]
   written = Epilogue(dq, group.head, group.lane).store_halves(rows, acc, scale)
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
@@ -401,7 +382,7 @@ def backward(
   """Build the kernel of the pass.
 
   Args:
-    dq_sum: (heads, tiles, parts, 4096) float32, receives the sums for dQ.
+    dq_sum: (heads, tiles, slices, 4096) float32, receives the sums for dQ.
     dk, dv: as k and v, receive their gradients, but those of blocks that workgroups share.
     semaphores: (heads, tiles) int32, 0 before.
     q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
@@ -430,10 +411,10 @@ def backward(
     return tuple(HeadView.of(x, kv_head, UOp.const(N)) for x in (dk, dv))
 
   def numbers(head: UOp, tile: UOp) -> UOp:
-    return row_stats.base[(head * n_tiles + tile) * 2 * tiles.block_m]
+    return row_stats.base[(head * n_tiles + tile) * 2 * BLOCK_M]
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
-  dq_tile = s.buffer(tiles.dq_parts(Dk) * SLICE * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  dq_tile = s.buffer(slices(Dk) * BLOCK_M * SLICE, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   dv_tile = SwizzledTiles.make(s, tiles.rows, stationary[1].columns, 1, 1, least=SLICE)
   consumers = WARPGROUPS * WARPS
   taken_from = None if counter is None else counter.base[0]
@@ -452,7 +433,7 @@ def backward(
   firsts = [of_keys.block * tiles.rows + group.warp % WARPS * MMA_M + x for x in of_warpgroup]
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   queries = of_keys.queries
-  if tiles.dq_parts(Dk) == 1 and rules.longest_last:
+  if slices(Dk) == 1 and rules.longest_last:
     warpgroup = clamp(wgmma.uniform(group.warp) // WARPS, 0, WARPGROUPS - 1)
     queries = of_keys.queries_of(first_key(warpgroup, tiles.row_tiles, 0), tiles.row_tiles * wgmma.M)
   nth = trip.slots.k.count
@@ -473,13 +454,9 @@ def backward(
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
 
 
-def _tiles(p: Problem, tiles: Tiles) -> tuple[int, int]:
-  return p.heads, ceildiv(p.M, tiles.block_m)
-
-
-ROW_STATS = Buffer("row_stats", lambda p, tiles, _: (*_tiles(p, tiles), 2, tiles.block_m), in_float32, scratch=True)
+ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK_M), 2, BLOCK_M), in_float32, scratch=True)
 COUNTER = Buffer("counter", lambda p, tiles, _: (int(tiles.persistent),), lambda p: dtypes.int, scratch=True)
-SEMAPHORES = Buffer("semaphores", lambda p, tiles, _: _tiles(p, tiles), lambda p: dtypes.int, scratch=True)
+SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK_M)), lambda p: dtypes.int, scratch=True)
 
 
 def _parts(name: str, size: Callable[[Problem], int]) -> Buffer:
@@ -488,7 +465,7 @@ def _parts(name: str, size: Callable[[Problem], int]) -> Buffer:
 
 DK_PARTS, DV_PARTS = _parts("dk_parts", lambda p: p.Dk), _parts("dv_parts", lambda p: p.Dv)
 DQ_SUM = Buffer(
-  "dq_sum", lambda p, tiles, _: (*_tiles(p, tiles), tiles.dq_parts(p.Dk), SLICE * SLICE), in_float32, scratch=True
+  "dq_sum", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK_M), slices(p.Dk), BLOCK_M * SLICE), in_float32, scratch=True
 )
 
 
@@ -505,7 +482,7 @@ SCHEDULE = Schedule(
         *(Q, K, V, DO, ROW_STATS),
         *(x.written for x in (COUNTER, DK_PARTS, DV_PARTS)),
       ),
-      block=lambda x: (x.rows, x.block_m),
+      block=lambda x: (x.rows, BLOCK_M),
       of_keys=True,
     ),
     Kernel(add_parts, (DK.written, DV.written, DK_PARTS, DV_PARTS), ("tiles", "scale"), when=lambda x: x.rest > 0),

@@ -82,14 +82,6 @@ def test_blocks_of_a_head_reach_each_tile_in_turn(M: int, rules: dict[str, Any],
   assert [x.turn.simplify().arg for x in blocks] == [0, 1, 2] * 2
 
 
-def test_tiles_of_128_queries_see_blocks_of_as_many_keys() -> None:
-  """Of the tiles of a block one needs a mask."""
-  tiles, of_all = Tiles(block_m=128, descending=1, persistent=True), Rules(640, 384, 2, masks=CAUSAL)
-  blocks = [tiles.key_blocks(2, 384).at(UOp.const(i), of_all) for i in range(6)]
-  expected = "2 | 3 4 |; 1 | 2 3 4 |; 0 | 1 2 3 4 |; | 4 3 2 1 | 0; | 4 3 2 | 1; | 4 3 | 2"
-  assert "; ".join(shown(x.queries) for x in blocks) == expected
-
-
 @pytest.mark.parametrize(
   ("of_keys", "expected"),
   [

@@ -1,16 +1,16 @@
 """The mainloop of gradients in one pass on Hopper: the order of the asynchronous products of a warpgroup.
 
 FlashAttention-2 (Dao, 2023) with the pipeline of FlashAttention-3 (Shah et al., 2024). A workgroup has a block of keys
-and values, and loops over tiles of block_m queries. Per tile, and for each 64 of a warpgroup's keys:
-    start S = K Q^T, then dP = V dO^T      (64, block_m) from shared memory
+and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a warpgroup's keys:
+    start S = K Q^T, then dP = V dO^T      (64, 64)      from shared memory
     wait for S, compute P; wait for dP, compute dS, to shared memory
     start dV += P dO                       (64, Dv)
     start dK += dS Q                       (64, Dk)
 Before the last dK of the tile is started:
     sync, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where `add_dq` adds it to memory
-Where a tile's dQ has 128 rows or columns, both warpgroups wait for each other, and each computes 64 of them over all
-keys. Else a warpgroup computes dQ over its own keys only, and the second one adds its share to the first one's in
+Where Dk is above 64 a warpgroup has 64 keys: both wait for each other, and each computes 64 columns of dQ over all
+keys. Up to 64 it computes dQ over its own keys only, and the second warpgroup adds its share to the first one's in
 shared memory. So the first one never waits, and one computes P and dS while the other multiplies.
 
 With score functions where Dk is above 64, dV is started before dP is waited for, as otherwise more would spill.
@@ -30,7 +30,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import Operands
-from uopattn.dsl.nvidia.key_blocks import KeyBlock, QueryTiles, Sight
+from uopattn.dsl.nvidia.key_blocks import BLOCK_M, KeyBlock, QueryTiles, Sight
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, WARP
 from uopattn.dsl.nvidia.score_gradients import elements_of, left_words, queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -40,7 +40,7 @@ from uopattn.dsl.nvidia.wgmma import THREADS, WARPS
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.scope import Scope, sizes
 
-SLICE = 64  # rows, and columns, of dQ that a warpgroup computes
+SLICE = 64  # columns of dQ that a warpgroup computes
 WARPGROUPS = 2  # that compute
 LSE, DELTA = range(2)  # of each query, as they come with Q
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
@@ -122,14 +122,9 @@ class GradientMainloop:
     return wgmma.uniform(self.group.warp) // WARPS
 
   @property
-  def block_m(self) -> int:
-    """Queries per tile."""
-    return self.ds.columns
-
-  @property
-  def divides_dq(self) -> bool:
-    """Whether each warpgroup has a part of a tile's dQ; else each adds the product of its keys to the one before it."""
-    return sizes(self.dq)[0] > SLICE * SLICE
+  def splits_columns(self) -> bool:
+    """Whether each warpgroup has some columns of dQ; else each adds the product of its keys to the one before it."""
+    return sizes(self.dq)[0] > BLOCK_M * SLICE
 
   def first_key(self, row_tile: int) -> UOp:
     """The first key of one of this warpgroup's tiles; see `first_key`."""
@@ -139,8 +134,8 @@ class GradientMainloop:
     """Add all tiles to dK and dV, of each tile of keys, and release keys and values. Returns the sums."""
     zero = UOp.const(0)
     v_ready = UOp.group(*self.ds_free(self.slots.v.wait(zero, *after)))
-    scores = [self.s.buffer(self.block_m // 2) for _ in range(2)]  # S and dP
-    words = [self.s.buffer(self.block_m // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
+    scores = [self.s.buffer(BLOCK_M // 2) for _ in range(2)]  # S and dP
+    words = [self.s.buffer(BLOCK_M // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     dq, queries = self.s.buffer(SLICE // 2), self.queries
     inside, done = sums, v_ready
     for first, trips, sight in queries.loops():
@@ -173,9 +168,9 @@ class GradientMainloop:
     """
     slots, (head, tile) = self.slots, self.queries.at(n)
     rules = self.rules.at(head)
-    columns = queries_of_columns(UOp.const(0), self.block_m, self.group.lane)
-    queries = queries_of_columns(tile * self.block_m, self.block_m, self.group.lane)
-    early = self.divides_dq and rules.rules.has_score_mods  # else P is packed with dS, for want of registers
+    columns = queries_of_columns(UOp.const(0), BLOCK_M, self.group.lane)
+    queries = queries_of_columns(tile * BLOCK_M, BLOCK_M, self.group.lane)
+    early = self.splits_columns and rules.rules.has_score_mods  # else P is packed with dS, for want of registers
     issued = slots.q.wait(n, *after, *(x for of_tile in sums for x in of_tile))
     for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
       issued = self.start_scores(i, slots.k, slots.q.tile(n), scores[0], issued)
@@ -196,7 +191,7 @@ class GradientMainloop:
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
       elements = score_vjp(rules, score_rows, p, products, elements_of(scores[1].after(ready)))
       ds = self.packed(words[1], elements, ready)
-      issued = UOp.group(*self.store_ds(i, n, [ds[i].load() for i in range(self.block_m // 4)]))
+      issued = UOp.group(*self.store_ds(i, n, [ds[i].load() for i in range(BLOCK_M // 4)]))
       if not early:
         issued = UOp.group(issued, self.start_dv(words[0], kept, of_dv, n, before, ready))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
@@ -214,27 +209,27 @@ class GradientMainloop:
   def pass_over(self, n: UOp, *after: UOp) -> UOp:
     """Add nothing for the n-th tile, none of whose queries sees a key of this warpgroup. Returns the end of its work.
 
-    That is right only if no warpgroup has a part of dQ over the keys of others.
+    That is right only if no warpgroup has columns of dQ over the keys of others.
     """
-    assert not self.divides_dq
+    assert not self.splits_columns
     return self.slots.q.release(n, self.give(self.sync(*after)))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its slice of dQ to, are in shared memory."""
-    if self.divides_dq:
+    if self.splits_columns:
       return CUDA.named_barrier_sync(DS_STORED, WARPGROUPS * THREADS, *after)
     threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
     return CUDA.named_barrier_sync(DS_STORED + self.warpgroup, threads, *after)
 
   def meet(self, *after: UOp) -> UOp:
     """Wait until this warpgroup's dS of all tiles has been read."""
-    if self.divides_dq:
+    if self.splits_columns:
       return self.sync(*after)
     return CUDA.named_barrier_sync(DS_READ + self.warpgroup, THREADS, *after)
 
   def give(self, *after: UOp) -> UOp:
     """Signal that the slice of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
-    if self.divides_dq:
+    if self.splits_columns:
       return CUDA.named_barrier_arrive(DS_STORED + WARPGROUPS, WARPGROUPS * THREADS + WARP, UOp.const(True), *after)
     threads = self.warpgroup.eq(WARPGROUPS - 1).where(UOp.const(THREADS + WARP), 2 * THREADS)
     return CUDA.named_barrier_arrive(DS_STORED + self.warpgroup + 1, threads, UOp.const(True), *after)
@@ -248,7 +243,7 @@ class GradientMainloop:
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
-    stores = [words.after(*after)[i].store(x) for i, x in enumerate(left_words(elements, self.block_m, self.dtype))]
+    stores = [words.after(*after)[i].store(x) for i, x in enumerate(left_words(elements, BLOCK_M, self.dtype))]
     return words.after(UOp.group(*stores))
 
   def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:
@@ -268,13 +263,11 @@ class GradientMainloop:
     return tile.store_rows(row, words, self.group.lane)
 
   def start_dq(self, number: UOp, dq: UOp, *after: UOp) -> UOp:
-    """Start this warpgroup's slice of dS^T K, (64, 64): some rows or columns of it, or the product of its keys."""
+    """Start this warpgroup's slice of dS^T K, (64, 64): some columns of it, or the product of its keys."""
     ds, k = self.ds.tile(number + self.slots.q.count, *after), self.slots.k.tile(UOp.const(0), *after)
-    if self.divides_dq:
+    if self.splits_columns:
       form = wgmma.Form.BY_ROWS
-      has_rows = self.block_m > wgmma.M  # of dQ; else columns
-      keys, left = ds.rows, ds.base + self.warpgroup * (ds.panel * has_rows)
-      right = k.base + self.warpgroup * (k.panel * (not has_rows))
+      keys, left, right = ds.rows, ds.base, k.base + self.warpgroup * k.panel
     else:
       form = wgmma.Form.BY_ROWS_ADDED
       first, keys = self.first_key(0) * SLICE, len(self.rows) * wgmma.M
@@ -286,7 +279,7 @@ class GradientMainloop:
 
   def dq_offsets(self) -> list[UOp]:
     """Where the elements of this thread's slice of dQ are in shared memory, as accumulators lie in registers."""
-    first = self.warpgroup * self.divides_dq * (SLICE // MMA_N)
+    first = self.warpgroup * self.splits_columns * (SLICE // MMA_N)
     return [
       ((first + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(SLICE // MMA_N) for e in range(4)
     ]

@@ -22,6 +22,8 @@ from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import that_run
 from uopattn.dsl.scope import clamp
 
+BLOCK_M = 64  # queries per tile
+
 
 class Sight(Enum):
   """Which keys the queries of a tile see."""
@@ -131,7 +133,6 @@ class KeyBlocks:
   Attributes:
     scheduler: the order of blocks in sections of heads, backwards: its last block is the first.
     rows: keys per block.
-    block_m: queries per tile.
     descending: key heads, the first ones, whose blocks begin with the last one.
     rest: blocks, the last ones to begin, each of which several workgroups share.
     parts: workgroups per block that is shared. Each has every `parts`-th tile of queries.
@@ -139,7 +140,6 @@ class KeyBlocks:
 
   scheduler: TileScheduler
   rows: int
-  block_m: int
   descending: int
   rest: int
   parts: int
@@ -166,7 +166,7 @@ class KeyBlocks:
     queries = queries_of(UOp.const(0), self.rows)
 
     def first_of(tile: UOp) -> UOp:
-      return turn.eq(0) | (descends & (tile < rules.at(queries.first).first_tile(key + self.rows, self.block_m)))
+      return turn.eq(0) | (descends & (tile < rules.at(queries.first).first_tile(key + self.rows, BLOCK_M)))
 
     return KeyBlock(kv_head, block, turn, first_of, part, queries_of, queries)
 
@@ -188,19 +188,19 @@ class KeyBlocks:
       key: the first key of the block.
       first_key, keys: those of its keys that `seen` and `full` are about.
     """
-    head, block_m = kv_head * rules.heads_per_key_head, self.block_m
+    head = kv_head * rules.heads_per_key_head
     of_head, padded = rules.at(head), not rules.moves  # with the infinite LSE of queries past the last, weights are 0
-    seen, begin = of_head.query_range(key, self.rows, block_m, padded), of_head.first_tile(key, block_m)
+    seen, begin = of_head.query_range(key, self.rows, BLOCK_M, padded), of_head.first_tile(key, BLOCK_M)
     first = descends.where(begin, begin + seen.n_tiles - 1)
-    own = of_head.query_range(key + first_key, keys, block_m, padded)
-    unseen = clamp(of_head.first_tile(key + first_key, block_m) - begin, 0, seen.n_tiles - 1)
+    own = of_head.query_range(key + first_key, keys, BLOCK_M, padded)
+    unseen = clamp(of_head.first_tile(key + first_key, BLOCK_M) - begin, 0, seen.n_tiles - 1)
     # Masks are for the first of the tiles seen, and for the last if M ends in it and it is not padded.
-    ends = UOp.const(int(rules.M % block_m > 0 and not padded))
+    ends = UOp.const(int(rules.M % BLOCK_M > 0 and not padded))
     masked = descends.where(seen.n_tiles - own.n_full - ends, ends)
 
     def tile(position: UOp) -> UOp:
       at = first + descends.where(UOp.const(1), -1) * position
-      return clamp(at, 0, ceildiv(rules.M, block_m) - 1)  # as tinygrad does not know that it is
+      return clamp(at, 0, ceildiv(rules.M, BLOCK_M) - 1)  # as tinygrad does not know that it is
 
     return QueryTiles(
       rules.heads_per_key_head,

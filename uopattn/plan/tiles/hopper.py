@@ -286,7 +286,7 @@ def bias_backward(problem: Problem, target: Target) -> Iterator[BiasBackward]:
 
 
 def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
-  """Yield tiles for all kernels of the pass, then those for another order of keys, other stages, and larger tiles.
+  """Yield tiles for all kernels of the pass, then those for another order of keys, and for other stages.
 
   Raises:
     ValueError: another architecture; head sizes that are not multiples of 8, or too large; features for which there are
@@ -317,5 +317,3 @@ def fused_backward(problem: Problem, target: Target) -> Iterator[Fused]:
     tiles = replace(best, stages=stages)
     if tiles.shared_bytes(Dk, Dv) <= target.lds:
       yield tiles
-  if best.row_tiles > 1:  # then registers also hold the scores of twice the queries by half the keys
-    yield Fused.of(problem, 2 * best.block_m).scheduled(problem, target.multiprocessors)
