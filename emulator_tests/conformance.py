@@ -217,20 +217,24 @@ def hopper_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
     st.integers(1, 8),
     st.integers(2, 4),
     st.sampled_from(
-      ((), (True,), (True, True), (True, True, 2), (True, False, 1, 16, True), (True, True, 2, 16, True))
+      (
+        *((), (True,), (True, True), (True, True, 2), (True, False, 1, 16, True), (True, True, 2, 16, True)),
+        *((True, False, 1, 16, False, True), (True, True, 1, 16, True, True)),  # O stored by TMA
+      )
     ),
   )
 
 
 def hopper8_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
   return st.builds(
-    lambda warpgroups, block_n, stages, form: hopper_forward.Tiles(
-      warpgroups, 32 * block_n, stages, True, *form, step=32
+    lambda warpgroups, block_n, stages, form, tma_store: hopper_forward.Tiles(
+      warpgroups, 32 * block_n, stages, True, *form, step=32, tma_store=tma_store
     ),
     st.integers(1, 3),
     st.integers(1, 5),
     st.integers(2, 4),
     st.sampled_from(((), (True,), (True, 2))),
+    st.booleans(),
   )
 
 

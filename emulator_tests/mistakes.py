@@ -19,7 +19,8 @@ from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.gpu.terms import PAIRS
 from uopattn.dsl.gpu.thread_grid import ThreadGrid
 from uopattn.dsl.instructions import Amx, Cpu, Cuda, Dialect
-from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
+from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma, wgmma_mainloop, wgmma_softmax
+from uopattn.dsl.nvidia.output_epilogue import OutputEpilogue
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
   amd_forward,
@@ -459,6 +460,29 @@ HOPPER_BARRIERS = {
     Cuda,
     "setmaxnreg_dec",
     lambda right: lambda dialect, count, *rest: right(dialect, 2 * count, *rest),
+  ),
+}
+# Of what consumers store by TMA. The gate must reject the first one, the emulator the others.
+NEXT_ROWS = Mistake(
+  tma.TensorMap, "store", lambda right: lambda self, view, first, *rest: right(self, view, first + 64, *rest)
+)
+HOPPER_STORES = {
+  "the first warpgroup's rows for all": Mistake(
+    tma.TensorMap,
+    "store",
+    lambda right: lambda self, view, first, tile, *rest: right(self, view, first, replace(tile, base=0), *rest),
+  ),
+  "the first head's": Mistake(
+    tma.TensorMap,
+    "store",
+    lambda right: lambda self, view, *rest: right(self, replace(view, head=UOp.const(0)), *rest),
+  ),
+  "rows before the first one": Mistake(
+    tma.TensorMap, "store", lambda right: lambda self, view, first, *rest: right(self, view, first - 64, *rest)
+  ),
+  "not awaited at the end": Mistake(OutputEpilogue, "end", instead(lambda self, *after: UOp.group(*after))),
+  "by two threads": Mistake(
+    OutputEpilogue, "leads", lambda right: property(lambda self: self.group.thread % wgmma.THREADS < 2)
   ),
 }
 # Every tile in one slot: the copy of the next one overwrites what is being read.

@@ -26,7 +26,8 @@ they share; `finish` rounds dQ. `preferred` says which cases are left to `hopper
 A multiprocessor holds one workgroup. Where that pays (`Tiles.scheduled`) workgroups are persistent: each takes blocks
 one after another from a counter in memory. On an H200, without what the next paragraph adds, that is 1.00 to 1.05
 times as fast, most for few queries: at D=128 1.05 for N=512, 1.01 for 1024, 1.00 for 4096 and 8192, in the one order
-causal 1.02 for 1024, 1.03 for 4096 and 1.00 for 8192.
+causal 1.02 for 1024, 1.03 for 4096 and 1.00 for 8192. With it, it is 1.02 at D=64 for N=2048, and 1.01 for 4096 to
+16384.
 
 During a block the keys and values of the next one come to the L2 cache, and its first tile of queries to shared
 memory. Then bulk copies store dK and dV (`uopattn.dsl.nvidia.gradient_epilogue`). From a block's last tile to the next
@@ -51,7 +52,7 @@ causal mask, none of them in the loop over full tiles, and 48 to 72 where N is n
 them per tile. At D=64 it spills up to 8 bytes where the last keys come first.
 
 Speed on an H200, bfloat16, N=4096: 553 TFLOP/s at D=128, causal 524, with four query heads per key head 545 and 505;
-504 at D=64, causal 463. scripts/results/KERNELS.md has more.
+504 at D=64 (before its workgroups were persistent), causal 463. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

@@ -95,11 +95,13 @@ CASES: dict[str, Callable[[], None]] = {
   "backward, P and dS in memory": partial(backward, 520),
 }
 PERSISTENT = hopper_forward.Tiles(2, 64, 2, producer=True, persistent=True, q_stages=2)
+STORING = replace(PERSISTENT, tma_store=True, multiprocessors=2)  # two workgroups have six blocks each
 TAKING = hopper_fused_backward.Tiles(persistent=True, multiprocessors=2)  # two workgroups take six blocks
 HOPPER: dict[str, Callable[[], None]] = {
   "forward, wgmma": partial(forward, hopper_forward.Tiles(1, 64, 2)),
   "forward, wgmma and TMA": partial(forward, hopper_forward.Tiles(2, 64, 2, producer=True)),
   "forward, wgmma and TMA, persistent": partial(forward, PERSISTENT),
+  "forward, wgmma and TMA, output by TMA": partial(forward, STORING),
   "backward, wgmma": partial(backward, 64),
   "backward, one pass": partial(backward_in_one_pass, 64),
   "backward, one pass, head size 128": partial(backward_in_one_pass, 128),

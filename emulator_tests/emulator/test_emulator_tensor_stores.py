@@ -15,7 +15,7 @@ ARCH = "sm_90"
 ROWS, COLUMNS = 8, 64  # of a box
 BOX = ROWS * COLUMNS
 HEIGHT, WIDTH = 21, 56  # of the matrix
-CORNERS = (-3, 0), (16, 0)  # of the two boxes: the first begins before the matrix, the second ends after it
+CORNERS = (3, 0), (16, 0)  # of the two boxes, the second of which ends after the matrix
 GROUP = 128
 
 Kernel = Callable[..., UOp]
@@ -34,6 +34,7 @@ def stored(
   by: Callable[[UOp], UOp] = lambda t: t.eq(0),
   workgroups: int = 1,
   prefetched: bool = False,
+  before: int = 0,
 ) -> Kernel:
   """A kernel that stores two boxes from LDS to a matrix; the keywords each put in a mistake.
 
@@ -56,7 +57,7 @@ def stored(
     last = CUDA.fence_proxy_async(*written) if fenced else UOp.group(*written)
     last = CUDA.named_barrier_sync(UOp.const(1), GROUP, last)
     for i, (row, column) in enumerate(CORNERS):
-      corner = (UOp.const(column), g + row, UOp.const(0), UOp.const(0))
+      corner = (UOp.const(column), g + row - before, UOp.const(0), UOp.const(0))
       if prefetched:
         last = CUDA.tma_prefetch(0, corner, by(t), last)
       else:
@@ -80,7 +81,7 @@ def test_boxes_are_stored_as_far_as_the_matrix_goes(options: dict[str, Any]) -> 
   """Also if the first one changes while only the second one is still read."""
   got, x = run(stored(**options))
   expected = np.zeros((HEIGHT, WIDTH), np.uint16)
-  expected[: ROWS - 3], expected[16:] = x[0, 3:, :WIDTH], x[1, : HEIGHT - 16, :WIDTH]
+  expected[3 : 3 + ROWS], expected[16:] = x[0, :, :WIDTH], x[1, : HEIGHT - 16, :WIDTH]
   np.testing.assert_array_equal(got.reshape(HEIGHT, WIDTH), expected)
 
 
@@ -102,6 +103,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "changed while it is read": ({"pending": 1, "changed": 1}, emulator.Race, "overwritten before the wait"),
   "a row not written": ({"rows": ROWS - 1}, emulator.Unwritten, "nothing has written"),
   "box not aligned": ({"start": COLUMNS}, emulator.Misaligned, "stores a box from an LDS address that is not"),
+  "begins before the matrix": ({"before": 4}, emulator.OutOfBounds, r"a box from \[0, -1, 0, 0\] on, before the"),
   "another buffer": ({"elsewhere": True}, emulator.LaunchError, "stores to argument 1 by a map of argument 0"),
   "stored by all": ({"by": lambda t: t >= 0}, emulator.Divergence, "in several lanes at once"),
   "stored by two workgroups": ({"workgroups": 2}, emulator.Race, "to which another workgroup stores too"),

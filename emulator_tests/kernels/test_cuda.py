@@ -102,6 +102,7 @@ def test_target(arch: str) -> None:
     (hopper_forward, (2, 64, 2, False, True), r"Tiles\.persistent=True: needs producer=True"),
     (hopper_forward, (2, 64, 2, True, False, 2), r"Tiles\.q_stages=2: must be 1, or more if persistent"),
     (hopper_forward, (2, 64, 2, False, False, 1, 16, True), r"Tiles\.in_registers=True: needs producer=True"),
+    (hopper_forward, (2, 64, 2, False, False, 1, 16, False, True), r"Tiles\.tma_store=True: needs producer=True"),
   ],
 )
 def test_tiles_state_their_laws(kernel: ModuleType, arguments: tuple[int, ...], message: str) -> None:

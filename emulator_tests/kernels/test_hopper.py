@@ -7,14 +7,17 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conformance import SUBJECTS
+from conformance import SUBJECTS, Sizes
 from helpers import on_device
-from mistakes import HOPPER_BARRIERS, HOPPER_PRODUCER, Mistake
+from mistakes import HOPPER_BARRIERS, HOPPER_PRODUCER, HOPPER_STORES, NEXT_ROWS, Mistake
+from report_cuda import rendered
 from tinygrad import Context, Tensor, UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.uop.ops import AxisType, Ops
 
 import uopattn.emulator as emulator
@@ -28,6 +31,7 @@ from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.hopper_forward import Tiles
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.tiles import hopper
+from uopattn.runtime.cuda import shared_offsets
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
@@ -35,6 +39,7 @@ from uopattn.spec.spec import AttentionSpec
 HOPPER, ARCH, HALF = SUBJECTS["hopper"], "sm_90", dtypes.half
 PRODUCER, PERSISTENT = Tiles(2, 16, 2, producer=True), Tiles(2, 16, 2, producer=True, persistent=True)
 IN_REGISTERS = Tiles(2, 16, 2, producer=True, persistent=True, q_stages=2, in_registers=True)
+STORING = Tiles(3, 32, 2, producer=True, persistent=True, tma_store=True)
 SIZES = (2, 4, 2, 150, 90, 24, 16)  # 16 jobs
 SPARE = np.log2(MOST_P)
 
@@ -45,9 +50,9 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TensorPipeline]]:
   found: list[TensorPipeline] = []
   start = TensorPipeline.start
 
-  def noted(self: TensorPipeline) -> UOp:
+  def noted(self: TensorPipeline, **options: Any) -> UOp:
     found.append(self)
-    return start(self)
+    return start(self, **options)
 
   monkeypatch.setattr(TensorPipeline, "start", noted)
   compiled.cache_clear()
@@ -111,6 +116,37 @@ def test_the_few_weights_that_dropout_keeps_stay_within_float16() -> None:
     out = attention(q, k, k, scale=1.0, dropout_p=0.998, backend="kernel").numpy()
   assert np.isfinite(out).all()
   assert (out > 0).any()
+
+
+@pytest.mark.each("tiles", "sizes", "causal", evenly=True)
+@pytest.mark.parametrize(
+  "tiles",
+  [replace(PRODUCER, tma_store=True), replace(IN_REGISTERS, tma_store=True), STORING],
+  ids=["producer", "in registers", "three warpgroups"],
+)
+@pytest.mark.parametrize("sizes", [(2, 4, 2, 200, 90, 24, 16), (1, 2, 2, 77, 131, 72, 72), (1, 1, 1, 300, 40, 24, 136)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_output_by_tma(tiles: Tiles, sizes: Sizes, causal: bool) -> None:
+  """Under a mask the first block of 200 queries, with three warpgroups, begins before query 0."""
+  with HOPPER.on(ARCH, tiles):
+    HOPPER.check(*HOPPER.inputs(ARCH, sizes, HALF), is_causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+  ("dtype", "D", "expected"),
+  [(HALF, 64, True), (HALF, 128, True), (HALF, 192, False), (HALF, 256, False), (dtypes.fp8e4m3, 128, True)],
+)
+def test_output_is_stored_by_tma_where_shared_memory_has_room(
+  dtype: DType, D: int, expected: bool, causal: bool
+) -> None:
+  masks, target = (Window(None, 0),) if causal else (), Target("CUDA", ARCH)
+  launch = dispatch(AttentionSpec(4, 32, 32, 4096, 4096, D, D, dtype, 1.0, masks=masks), target)
+  assert launch.tiles.tma_store == expected
+  text = rendered(launch.graph(), ARCH)
+  assert ("cp.async.bulk.tensor.4d.global" in text) == expected
+  used = shared_offsets(tuple(launch.graph().toposort()))[1]
+  assert launch.tiles.shared_bytes(D, D) <= used <= target.lds
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -214,8 +250,17 @@ def test_a_mistake_is_seen_by_the_emulator(name: str) -> None:
   caught(HOPPER_BARRIERS[name], emulator.KernelError, "kernel attention")
 
 
-def caught(mistake: Mistake, error: type[Exception], message: str) -> None:
-  with HOPPER.on(ARCH, PERSISTENT), mistake.made(), pytest.raises(error, match=message):
+def test_output_by_tma_where_the_next_rows_belong_is_caught() -> None:
+  caught(NEXT_ROWS, AssertionError, "worst at", STORING)
+
+
+@pytest.mark.parametrize("name", HOPPER_STORES)
+def test_a_mistake_in_output_by_tma_is_seen_by_the_emulator(name: str) -> None:
+  caught(HOPPER_STORES[name], emulator.KernelError, "kernel attention", STORING)
+
+
+def caught(mistake: Mistake, error: type[Exception], message: str, tiles: Tiles = PERSISTENT) -> None:
+  with HOPPER.on(ARCH, tiles), mistake.made(), pytest.raises(error, match=message):
     HOPPER.check(*HOPPER.inputs(ARCH, (2, 2, 2, 150, 150, 72, 24), HALF), is_causal=True)
 
 
@@ -223,10 +268,12 @@ def test_each_wait_between_jobs_deleted() -> None:
   """Of jobs with one tile each, for which no wait stands for another's with both numbers of slots."""
   tried = []
   for stages in (2, 3):
-    with HOPPER.on(ARCH, Tiles(1, 16, stages, producer=True, persistent=True, q_stages=2)):
+    with HOPPER.on(ARCH, Tiles(1, 16, stages, producer=True, persistent=True, q_stages=2, tma_store=True)):
       sources = HOPPER.inputs(ARCH, (1, 2, 2, 130, 16, 24, 24), HALF)
       tried.append(emulator.delete_each_barrier(lambda: attention(*sources, backend="kernel").realize()))
-  assert sum(x.what == "mbarrier_wait" for x in tried[0]) == 6  # for q, k and v: that they have come, and are free
+  found = Counter(x.what for x in tried[0])
+  assert found["mbarrier_wait"] == 6  # for q, k and v: that they have come, and are free
+  assert (found["bulk_wait_read"], found["named_barrier_sync"]) == (2, 2)  # for o
   assert [str(two) for two, three in zip(*tried, strict=True) if two.caught is three.caught is None] == []
 
 

@@ -8,7 +8,7 @@ can. Workgroups run one after another, so a semaphore that was not released yet 
 plain load, perhaps by a lane that does not wait itself, could come before the release.
 
 A box (`tma_store`) is read from LDS in the same way, and is in memory once it has been read: nothing in the kernel may
-depend on it.
+depend on it. It may end after the tensor, but not begin before it: on an H200 that is an illegal instruction.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ import numpy as np
 from tinygrad.uop.ops import UOp
 
 from . import copies
-from .errors import Divergence, LaunchError, Misaligned, Race
+from .errors import Divergence, LaunchError, Misaligned, OutOfBounds, Race
 from .hopper import PERIOD, ROW_BYTES
 from .lanes import Run
 from .memory import CHUNK, LDS, Global, Pointer, aligned
@@ -182,7 +182,10 @@ def tma_store(run: Run, u: UOp, to: Pointer, number: Any, source: Pointer, *rest
   if box.source is not to.memory:
     raise run.fail(LaunchError, u, f"stores to {to.memory.name} by a map of {box.source.name}", lanes)
   (start,) = aligned(run, u, source, PERIOD, "stores a box from", lanes, count=box.rows * ROW_BYTES)
-  offset, index, inside = copies.box(box, [int(run.spread(x)[lane]) for x in corner])
+  begin = [int(run.spread(x)[lane]) for x in corner]
+  if min(begin) < 0:
+    raise run.fail(OutOfBounds, u, f"stores a box from {begin} on, before the tensor", lanes)
+  offset, index, inside = copies.box(box, begin)
   read = start + offset[inside]
   _begin(run, u, lane, lds, read, to.memory, index[inside], lds.view(np.dtype(np.uint16))[read // 2], True)
 

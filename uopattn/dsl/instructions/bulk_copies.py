@@ -192,13 +192,14 @@ class BulkCopies(Dialect):
   ) -> UOp:
     """Start storing a swizzled box from LDS by tensor map `number`; one lane, where `when`, stores all of it.
 
-    A statement. What is beyond the tensor is not stored. `bulk_wait_read` must follow before the box changes, and
+    A statement. What is beyond the tensor's end is not stored. `bulk_wait_read` must follow before the box changes, and
     before the workgroup ends. Source: PTX ISA, "cp.async.bulk.tensor".
 
     Args:
       to: the buffer in global memory (an INDEX) that the map describes.
       source: LDS, aligned to 1024 bytes.
-      start: first column, row, head and batch.
+      start: first column, row, head and batch, none of which may be negative: on an H200 that is an illegal
+        instruction.
     """
     return statement(_TMA_STORE, self.name, after, to, number, source, *(x.cast(dtypes.int) for x in start), when)
 

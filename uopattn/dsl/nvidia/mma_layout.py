@@ -101,6 +101,8 @@ class Epilogue:
     pairs: whether to store two elements in float32 at once where rows begin at multiples of 8 bytes; the quad then
       writes whole sectors of 32 bytes.
     stores_lse: whether this warp stores the LSE, where several have columns of the same rows; None if all store it.
+    bulk: (this lane's words of the warp's 16 rows, as `SwizzledTiles.store_rows` takes them) -> stores the rows; None
+      if each lane stores its own.
   """
 
   out: UOp | View
@@ -112,6 +114,7 @@ class Epilogue:
   first: UOp | int = 0
   pairs: bool = False
   stores_lse: UOp | None = None
+  bulk: Callable[[list[UOp]], UOp] | None = None
 
   def store_output(
     self, rules: HeadRules, rows: list[UOp], acc: UOp | list[UOp], m_i: UOp, l_i: list[UOp], p_scale_log2: int
@@ -123,20 +126,42 @@ class Epilogue:
       m_i: registers, (rows,).
       l_i: the sum of this lane's P of each row.
     """
-    stores = []
+    stores, words = [], []
     for i, (row, l) in enumerate(zip(rows, l_i, strict=True)):
       finished_row = finished(rules, m_i[i].load(), l, row, p_scale_log2)
-      stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], finished_row.factor)
+      if self.bulk is None:
+        stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], finished_row.factor)
+      else:
+        words.append(self.words(i % HALVES, acc[i // HALVES], finished_row.factor))
       if self.lse is not None:
         inside = (row < sizes(self.lse)[1]) & (self.lane % QUAD).eq(0)
         inside = inside if self.stores_lse is None else inside & self.stores_lse
         stores += store_lse(self.lse, inside, self.head, row, finished_row.numbers(self.lse))
+    if self.bulk is not None:
+      stores.append(self.bulk([word for both in zip(*words, strict=True) for word in both]))
     return stores
 
   def store_halves(self, rows: Iterable[UOp], acc: UOp, factor: float) -> list[UOp]:
     """Store this lane's two rows of acc, the registers of one tile of 16 rows, times `factor`."""
     tiles = acc.reshape(-1, 4)
     return [x for half, row in enumerate(rows) for x in self.store_scaled(half, row, tiles, UOp.const(factor))]
+
+  @property
+  def width(self) -> int:
+    """Neighbouring elements of a lane: of one accumulator tile, or in 8 bits of two."""
+    return max(2, 4 // (self.operand or self.out.dtype).itemsize)
+
+  def values(self, half: int, acc: UOp, factor: UOp) -> list[list[UOp]]:
+    """This lane's elements of one half of acc (accumulator tiles, 4) times `factor`, those that are neighbours."""
+    tiles = self.width // 2  # that they are from
+    return [
+      [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(self.width)]
+      for d in range(0, acc.shape[0], tiles)
+    ]
+
+  def words(self, half: int, acc: UOp, factor: UOp) -> list[UOp]:
+    """The same as 32-bit words, of an output of 16 or 8 bits."""
+    return [self.dialect.pack_word(elements, self.out.dtype) for elements in self.values(half, acc, factor)]
 
   def store_scaled(self, half: int, row: UOp, acc: UOp, factor: UOp) -> list[UOp]:
     """Store one half of acc (accumulator tiles, 4) times `factor`.
@@ -146,15 +171,10 @@ class Epilogue:
     """
     out, lane = self.out, self.lane
     _, M, Dv = sizes(out)
-    width = max(2, 4 // (self.operand or out.dtype).itemsize)  # neighbouring elements of a lane
-    tiles, chunk = width // 2, QUAD * width  # accumulator tiles per word; elements in a word of each lane of a quad
-    values = [
-      [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]
-      for d in range(0, acc.shape[0], tiles)
-    ]
-    stores = []
+    width = self.width
+    chunk, stores = QUAD * width, []  # elements in a word of each lane of a quad
     if Dv % chunk == 0 and out.dtype.itemsize < 4:
-      words, flat = [self.dialect.pack_word(elements, out.dtype) for elements in values], as_type(out, dtypes.uint)
+      words, flat = self.words(half, acc, factor), as_type(out, dtypes.uint)
       count = len(words)
       words += [UOp.const(0, dtypes.uint)] * (-count % QUAD)
       for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
@@ -167,14 +187,14 @@ class Epilogue:
           stores.append(flat[(at + w).valid(inside)].store(word))
     elif self.pairs and Dv % chunk == 0 and out.dtype == dtypes.float32 and not isinstance(out, View):
       flat = as_type(out, dtypes.ulong)
-      for d, elements in enumerate(values):
+      for d, elements in enumerate(self.values(half, acc, factor)):
         column = self.first + d * chunk + lane % QUAD * width
         inside = contains(out, row, column)
         low, high = (x.bitcast(dtypes.uint).cast(dtypes.ulong) for x in elements)
         at = (row_start(out, self.head, row) + column) // 2
         stores.append(flat[at.valid(inside)].store(low | high << 32))
     else:
-      for d, elements in enumerate(values):
+      for d, elements in enumerate(self.values(half, acc, factor)):
         for e, value in enumerate(elements):
           column = self.first + d * chunk + lane % QUAD * width + e
           stores.append(gated(out, (row < M) & (column < Dv), self.head, row, column).store(value.cast(out.dtype)))

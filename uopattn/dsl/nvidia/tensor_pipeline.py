@@ -183,6 +183,7 @@ class TensorPipeline:
     values_follow: bool = False,
     before: int = 0,
     users: int | None = None,
+    stored_rows: int = 0,
   ):
     """Create a pipeline.
 
@@ -195,6 +196,7 @@ class TensorPipeline:
       values_follow: whether a tile of V is used only with the next tile of K; then it is brought after that.
       before: number of rows by which the first block starts before query 0.
       users: warps that are to be done with a tile before its slot is filled again; None is all that consume.
+      stored_rows: rows of the boxes that consumers store to memory; 0 if they store none.
     """
     self._s, self._group, self._work_tile, self._lag = s, group, work_tile, int(values_follow)
     self._trips = UOp.const(1) if trips is None else trips
@@ -205,7 +207,8 @@ class TensorPipeline:
       return s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
 
     self._transposed = None if transposed is None else Slots(transposed, barriers(transposed), lane)
-    each, room = [barriers(x) for x in tiles], room_for(s, len(tiles))
+    each, room = [barriers(x) for x in tiles], room_for(s, len(tiles) + (stored_rows > 0))
+    self.stored = TensorMap(len(tiles), room, stored_rows)
     q, k, v = (
       Source(TensorMap(i, room, x.rows), x, keep=i > 0, before=0 if i else before) for i, x in enumerate(tiles)
     )
@@ -222,8 +225,12 @@ class TensorPipeline:
     """Whether this is the thread that starts all copies."""
     return self._group.thread.eq(self._consumers * WARP)
 
-  def start(self, *after: UOp) -> UOp:
-    """Bring all tiles, by the producer; what follows is for consumers only. All threads know of `after` then."""
+  def start(self, *after: UOp, output: HeadView | None = None) -> UOp:
+    """Bring all tiles, by the producer; what follows is for consumers only. All threads know of `after` then.
+
+    Args:
+      output: rows to which consumers store boxes.
+    """
     first, barriers = self._group.thread.eq(0), list(after)
     for x in (self._q, self._k):
       barriers += x.init(1, self._users, first)
@@ -233,6 +240,7 @@ class TensorPipeline:
       barriers += self._v.init(1, WARPS, first) + self._transposed.init(THREADS, self._consumers, first)
     views = zip((self._q, self._k, self._v), self._work_tile(UOp.const(0)).views, strict=True)
     described = [(x.source.map, view) for x, view in views if x.source is not None and view is not None]
+    described += [] if output is None else [(self.stored, output)]
     registers = REGISTERS_PER_THREAD[self._warpgroups]
     return specialize(self._group, self._consumers, registers, described, barriers, self._bring)
 

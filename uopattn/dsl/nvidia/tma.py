@@ -82,7 +82,8 @@ class TensorMap:
   def store(self, view: HeadView, first: UOp, tile: SwizzledTiles, when: UOp, *after: UOp) -> UOp:
     """Start storing a tile to the rows of a head from `first` on, a box for each panel.
 
-    One lane, where `when`, does all of it. Each box is a group of `bulk_wait_read`.
+    One lane, where `when`, does all of it; rows past the last one are not stored, and `first` must not be negative.
+    Each box is a group of `bulk_wait_read`.
     """
     position, to = (first, *_head_and_batch(view)), as_type(view.x, dtypes.ushort)[UOp.const(0)]
     for i in range(self.boxes(tile)):

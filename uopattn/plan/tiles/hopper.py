@@ -158,7 +158,14 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   producers = problem.light_on_registers and problem.fits_tensor_maps
   allowed = [x for x in known[size, problem.is_causal] if producers or not x.tiles.producer]
   for best in sorted(allowed, key=lambda x: x.promise(problem, target), reverse=True):
-    yield replace(_no_larger(best.tiles, problem, best.tiles.step), multiprocessors=target.multiprocessors)
+    tiles = replace(_no_larger(best.tiles, problem, best.tiles.step), multiprocessors=target.multiprocessors)
+    yield _storing_by_tma(tiles, problem, target) if tiles.producer else tiles
+
+
+def _storing_by_tma(tiles: Forward, problem: Problem, target: Target) -> Forward:
+  """The tiles with `tma_store`, if there is shared memory for O."""
+  storing = replace(tiles, tma_store=True)
+  return storing if storing.shared_bytes(problem.Dk, problem.Dv) + OTHER_BYTES <= target.lds else tiles
 
 
 def wide_forward(problem: Problem, target: Target) -> Iterator[Wide]:
