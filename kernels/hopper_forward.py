@@ -59,8 +59,9 @@ warpgroups hold the ping-pong barrier until their products complete; otherwise t
 softmax start, at the same time.
 
 Speed on an H200, bfloat16, N=4096, and by the faster of FlashAttention-3 and 4: 652 TFLOP/s at D=128 (1.05), 681 at
-D=256 (1.00). Before `tma_store`: 594 at D=128 with a causal mask (1.00), 564 at D=64, N=8192 (1.10). fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as
-float16 was when each tile had its own m. scripts/results/KERNELS.md has more, and what spills.
+D=256 (1.00). Before `tma_store`: 594 at D=128 with a causal mask (1.00), 564 at D=64, N=8192 (1.10). fp8e4m3 at D=128
+is 1.2 to 1.4 times as fast as float16 was when each tile had its own m. scripts/results/KERNELS.md has more, and what
+spills.
 """
 
 from dataclasses import dataclass, replace
