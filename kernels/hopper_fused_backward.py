@@ -444,15 +444,30 @@ def backward(
   zeros = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=trip.entry) for x in (Dk, Dv)] for _ in rows]
   sums = main.run(zeros, *trip.entry)
 
-  part, stores = of_keys.part, []
-  if part is not None and dk_parts is not None and dv_parts is not None:
-    for of_tile, accs in zip(rows, sums, strict=True):
-      in_block = [part.exists.where(key - of_keys.block * tiles.rows, tiles.rows) for key in of_tile.values()]
-      for parts, acc in zip((dk_parts, dv_parts), accs, strict=True):
-        stores += Epilogue(parts, part.number, group.lane, pairs=True).store_halves(in_block, acc, 1.0)
+  parts = None if dk_parts is None or dv_parts is None else (dk_parts, dv_parts)
+  stores = [] if parts is None else store_parts(parts, of_keys, rows, sums, group.lane)
   in_tile = [x + group.warp % WARPS * MMA_M for x in of_warpgroup]
   ended = trip.end(of_keys.queries, epilogue.stage(sums, (rules.scale, 1.0), in_tile, nth, *stores))
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", [ended])
+
+
+def store_parts(
+  parts: tuple[UOp, UOp], of_keys: KeyBlock, rows: list[dict[tuple[int, int], UOp]], sums: list[list[UOp]], lane: UOp
+) -> list[UOp]:
+  """Store dK and dV of this lane's keys of a block, if several workgroups share it.
+
+  Args:
+    parts: (rest * parts, rows, size) float32 each, for dK and dV.
+    rows: this lane's keys, of each tile of 64.
+    sums: dK and dV of each tile of 64 keys.
+  """
+  part, stores, (_, block_n, _) = of_keys.part, [], sizes(parts[0])
+  assert part is not None
+  for of_tile, accs in zip(rows, sums, strict=True):
+    in_block = [part.exists.where(key - of_keys.block * block_n, block_n) for key in of_tile.values()]
+    for out, acc in zip(parts, accs, strict=True):
+      stores += Epilogue(out, part.number, lane, pairs=True).store_halves(in_block, acc, 1.0)
+  return stores
 
 
 ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK_M), 2, BLOCK_M), in_float32, scratch=True)
