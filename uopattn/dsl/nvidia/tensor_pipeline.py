@@ -169,6 +169,9 @@ class TensorPipeline:
   tile i in slot i of theirs. In 8 bits the tensor cores need V transposed (`uopattn.dsl.nvidia.transposed`). The
   producer's other threads then help: all of its warps wait for a tile of V, transpose it to slots of its own, and
   signal that. Consumers see only these.
+
+  Attributes:
+    stored: the tensor map of what consumers store, if they do.
   """
 
   def __init__(
@@ -229,7 +232,7 @@ class TensorPipeline:
     """Bring all tiles, by the producer; what follows is for consumers only. All threads know of `after` then.
 
     Args:
-      output: rows to which consumers store boxes.
+      output: the rows to which consumers store boxes; None if they store none.
     """
     first, barriers = self._group.thread.eq(0), list(after)
     for x in (self._q, self._k):
