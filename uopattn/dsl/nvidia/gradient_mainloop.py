@@ -63,7 +63,7 @@ def add_dq(
   at, size = head * sizes(semaphores)[1] + tile, sizes(dq_tile)[0]
   leads, first = group.lane.eq(0), of_keys.first_of(tile)
   taken = CUDA.semaphore_wait(semaphores.base[at], turn, leads & ~first, *entry)
-  givers = sizes(dq_sum)[2]  # a warpgroup for each part
+  givers = sizes(dq_sum)[2]  # a warpgroup for each slice
   met = CUDA.named_barrier_sync(DS_STORED + WARPGROUPS, givers * THREADS + WARP, taken)
   # Those that stored dQ need not wait until it is visible.
   fenced = CUDA.fence_proxy_async(met)
