@@ -58,10 +58,9 @@ errors of their own product, about 1e-4 of a score, which show in the LSE (`uopa
 warpgroups hold the ping-pong barrier until their products complete; otherwise the products of both would end, and their
 softmax start, at the same time.
 
-Speed on an H200, bfloat16, N=4096, and by the faster of FlashAttention-3 and 4: 652 TFLOP/s at D=128 (1.05), 681 at
-D=256 (1.00). Before `tma_store`: 594 at D=128 with a causal mask (1.00), 564 at D=64, N=8192 (1.10). fp8e4m3 at D=128
-is 1.2 to 1.4 times as fast as float16 was when each tile had its own m. scripts/results/KERNELS.md has more, and what
-spills.
+Speed on an H200, bfloat16, N=4096, and by the faster of FlashAttention-3 and 4: 652 TFLOP/s at D=128 (1.05), with a
+causal mask 608 (1.04), 551 at D=64 (1.12), 683 at D=256 (0.99). fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16
+was when each tile had its own m. scripts/results/KERNELS.md has more, and what spills.
 """
 
 from dataclasses import dataclass, replace

@@ -52,7 +52,7 @@ causal mask, none of them in the loop over full tiles, and 48 to 72 where N is n
 them per tile. At D=64 it spills up to 8 bytes where the last keys come first.
 
 Speed on an H200, bfloat16, N=4096: 553 TFLOP/s at D=128, causal 524, with four query heads per key head 545 and 505;
-504 at D=64 (before its workgroups were persistent), causal 463. scripts/results/KERNELS.md has more.
+491 at D=64, causal 463. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

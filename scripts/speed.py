@@ -99,24 +99,22 @@ NAMES = {  # of contenders
   "one device": "on one of them",
 }
 _H200, _ZEN5, _ZEN4, _XEON = "H200", "EPYC Zen 5, 2 cores", "EPYC Zen 4, 2 cores", "Xeon with AMX, 2 cores"
-_TWO, _FORWARD, _STORED, _REST, _GRADIENTS, _CPU, _AMX = (
+_TWO, _ONE, _GRADIENTS, _CPU, _AMX = (
   "2026-11-25-cuda-2-h200",
-  "2026-11-29-cuda-h200",
   "2026-12-01-cuda-h200",
-  "2026-11-30-cuda-h200-rest",
   "2026-11-30-cuda-h200-backward-tma",
   "2026-11-22-cpu-epyc-zen5",
   "2026-11-25-cpu-xeon-amx",
 )
 CASES = (
-  Case(f"{_FORWARD}-lengths.json", "4 32 4096 64", "bfloat16", "forward, D=64", _H200),
-  Case(f"{_STORED}.json", "4 32 4096 128", "bfloat16", "forward, D=128", _H200),
-  Case(f"{_FORWARD}.json", "4 32 4096 128", "bfloat16, causal", "causal, D=128", _H200),
-  Case(f"{_REST}.json", "4 32 4096 256", "bfloat16, causal", "causal, D=256", _H200),
-  Case(f"{_GRADIENTS}.json", "4 32 4096 64", "bfloat16, gradients", "backward, D=64", _H200),
+  Case(f"{_ONE}.json", "4 32 4096 64", "bfloat16", "forward, D=64", _H200),
+  Case(f"{_ONE}.json", "4 32 4096 128", "bfloat16", "forward, D=128", _H200),
+  Case(f"{_ONE}.json", "4 32 4096 128", "bfloat16, causal", "causal, D=128", _H200),
+  Case(f"{_ONE}.json", "4 32 4096 256", "bfloat16, causal", "causal, D=256", _H200),
+  Case(f"{_ONE}-backward.json", "4 32 4096 64", "bfloat16, gradients", "backward, D=64", _H200),
   Case(f"{_GRADIENTS}.json", "4 32 4096 128", "bfloat16, gradients", "backward, D=128", _H200),
   Case(f"{_GRADIENTS}.json", "4 32 4096 128", "bfloat16, causal, gradients", "backward, causal, D=128", _H200),
-  Case(f"{_REST}.json", "16 32/8 1×8192 128", "bfloat16", "decode, 8192 keys, B=16", _H200),
+  Case(f"{_ONE}.json", "16 32/8 1×8192 128", "bfloat16", "decode, 8192 keys, B=16", _H200),
   Case(f"{_TWO}.json", "1 16 131072 128", "half, 2 devices by sequence", "forward, N=131072 on two GPUs", "2 H200"),
   Case(f"{_CPU}.json", "1 32 1024 64", "float", "forward, float32", _ZEN5),
   Case(f"{_CPU}-backward.json", "1 32 1024 64", "float, gradients", "backward, float32", _ZEN5),
