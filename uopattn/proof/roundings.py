@@ -40,6 +40,7 @@ of a fused kernel.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import log, prod, sqrt
 
 import numpy as np
@@ -227,39 +228,40 @@ class Product:
 
 
 class Shares:
-  """The forms of an error for the rows of Y and for tiles of them, weighted by their shares in X."""
+  """The forms of errors for the rows of Y and for tiles of them, weighted by their shares in X.
 
-  def __init__(self, product: Product, error: Array):
+  Attributes:
+    product: X.
+    unit: (B, H, 1, 1), what errors are divided by, per head, so that no square underflows.
+    of_rows, of_tiles: variance, slack and size of each form.
+  """
+
+  def __init__(self, product: Product):
     self.product, (B, H, rows) = product, product.keys
-    self.of_rows = np.zeros((4, B, H, rows))  # value, variance, slack, size
-    self.of_tiles = np.zeros((4, B, H, -(-rows // TILE)))
-    # Per head, so that no square underflows.
+    self.of_rows = np.zeros((3, B, H, rows))
+    self.of_tiles = np.zeros((3, B, H, -(-rows // TILE)))
     self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True, initial=0))
-    self.error = np.clip(error / self.unit, -MOST_ERROR, MOST_ERROR).astype(np.float32)
     self.variance = (product.elements / np.square(self.unit)).astype(np.float32)
 
   def add(self, t: Term) -> None:
-    """Add the contributions of these weights."""
+    """Add what these weights contribute to variances, slacks and sizes."""
     rows, unit = (*t.result, t.rows), np.float64(self.unit[t.result].item())
-    error, variance = self.error[rows], self.variance[rows]
-    slack = self.product.slack[t.result[1]] * self.product.lengths[rows]
+    variance, slack = self.variance[rows], self.product.slack[t.result[1]] * self.product.lengths[rows]
     y = self.product.operand[t.operand][t.inner]
     squares, lengths = np.square(t.weights) + LEAST_SQUARE, np.square(y).sum(-1)
     of_rows = self.of_rows[:, t.head[0], t.head[1], t.inner]
-    of_rows[0] += unit * np.einsum("ij,ij->j", t.weights, error @ y.T)
-    of_rows[1] += unit**2 * np.einsum("jd,jd->j", squares.T @ variance, np.square(y))
-    of_rows[1] += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
-    of_rows[2] += (slack.astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
-    of_rows[3] += squares.sum(0) * lengths
+    of_rows[0] += unit**2 * np.einsum("jd,jd->j", squares.T @ variance, np.square(y))
+    of_rows[0] += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
+    of_rows[1] += (slack.astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
+    of_rows[2] += squares.sum(0) * lengths
     first = t.inner.start
     for tile in range(first // TILE, -(-t.inner.stop // TILE)):
       inner = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
       share = t.weights[:, inner] @ y[inner]
       squares = np.square(share) + LEAST_SQUARE
       variance_of_tile = unit**2 * np.vdot(squares, variance) + self._together(t, inner, y[inner], share, squares)
-      sums = unit * np.vdot(share, error), variance_of_tile
       size = squares.sum(1)
-      self.of_tiles[:, t.head[0], t.head[1], tile] += *sums, slack @ np.sqrt(size), size.sum()
+      self.of_tiles[:, t.head[0], t.head[1], tile] += variance_of_tile, slack @ np.sqrt(size), size.sum()
 
   def _together(self, t: Term, inner: slice, y: Array, share: Array, squares: Array) -> float:
     """Return what the errors of a tile's own weights add to its variance, as each is the same in all columns.
@@ -282,8 +284,20 @@ class Shares:
       added_variance += np.vdot(t.shared[:, inner], np.square(along) - independent)
     return max(float(added_variance), 0.0)
 
-  def families(self) -> Iterator[Family]:
-    for kind, (value, variance, slack, size) in ((self.product.key, self.of_rows), ("tile", self.of_tiles)):
+  def scaled(self, error: Array) -> Array:
+    """Return an error of X as `values` takes it."""
+    return np.clip(error / self.unit, -MOST_ERROR, MOST_ERROR).astype(np.float32)
+
+  def values(self, t: Term, error: Array) -> Array:
+    """Return what these weights contribute to the values of the forms of rows of Y: (inner,)."""
+    of_rows = error[t.result][t.rows] @ self.product.operand[t.operand][t.inner].T
+    return np.float64(self.unit[t.result].item()) * np.einsum("ij,ij->j", t.weights, of_rows)
+
+  def families(self, values: Array) -> Iterator[Family]:
+    """Yield the forms, whose values for rows of Y are given."""
+    of_tiles = np.add.reduceat(values, np.arange(0, values.shape[-1], TILE), -1)
+    kinds = (self.product.key, values, self.of_rows), ("tile", of_tiles, self.of_tiles)
+    for kind, value, (variance, slack, size) in kinds:
       least = variance.max(-1, keepdims=True, initial=0) * NEGLIGIBLE
       yield Family(kind, value, variance + least, slack, size)
 
@@ -332,12 +346,22 @@ class Roundings:
       faults[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.most() > x)
     return faults
 
-  def _families(self, errors: dict[str, Array]) -> dict[str, list[Family]]:
-    shares = {name: Shares(self.products[name], error) for name, error in errors.items()}
+  @cached_property
+  def _shares(self) -> dict[str, Shares]:
+    """The forms by the names of the products; they are the same for all errors."""
+    shares = {name: Shares(x) for name, x in self.products.items()}
     for name, term in self.terms():
-      if name in shares:
-        shares[name].add(term)
-    return {name: [*self.products[name].families(error), *shares[name].families()] for name, error in errors.items()}
+      shares[name].add(term)
+    return shares
+
+  def _families(self, errors: dict[str, Array]) -> dict[str, list[Family]]:
+    scaled = {name: self._shares[name].scaled(error) for name, error in errors.items()}
+    values = {name: np.zeros(self.products[name].keys) for name in errors}
+    for name, t in self.terms():
+      if name in errors:
+        values[name][t.head][t.inner] += self._shares[name].values(t, scaled[name])
+    of_shares = {name: self._shares[name].families(x) for name, x in values.items()}
+    return {name: [*self.products[name].families(error), *of_shares[name]] for name, error in errors.items()}
 
   def _common(self, name: str) -> Array:
     """Return the factor by which equal weights increase the variances of each head of X: (B, H)."""
