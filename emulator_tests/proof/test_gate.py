@@ -260,6 +260,20 @@ def test_roundings_that_rows_share_are_no_fault(dtype) -> None:
   assert not gate.output(of_type(1.01 * gate.exact, dtype)).correct
 
 
+@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", [0, 8, 51])
+def test_roundings_that_most_rows_share_are_no_fault(seed: int, dtype) -> None:
+  """Of queries that are 0, causal, with a bias: from the last key on they are alike, but most of O is before."""
+  random = np.random.default_rng(seed)
+  k, v = (of_type(random.normal(size=(1, 1, 128, 16)), dtype) for _ in range(2))
+  q = np.zeros((1, 1, 400, 16), np.float32)
+  rules: dict[str, Any] = {"is_causal": True, "attn_mask": random.normal(size=(1, 1, 1, 128)).astype(np.float32)}
+  gate = Gate.of_arrays(q, k, v, dtype, **rules)
+  out, _ = Kernel().forward(q, k, v, dtype, **rules)
+  assert gate.output(out).correct
+  assert not gate.output(of_type(1.02 * out, dtype)).correct
+
+
 def test_sums_that_tensor_cores_cut_off_are_no_fault_on_their_devices() -> None:
   """Over 8192 keys with values of one sign the output is 5e-5 too small; 4e-4 too small is a fault anywhere."""
   random = np.random.default_rng(7)

@@ -29,7 +29,8 @@ keeps the probability of any false alarm below ALARM. The forms are:
 The roundings of equal weights are not independent; few different scores, or identical rows, give equal weights. They
 are found by their bins between two numbers of the type. The covariance of two roundings at a distance of d steps, at
 unknown offsets in between, is 1 - 6 d + 6 d^2 for d <= 1. Its mean over d is 0, so smooth distributions add nothing.
-The sums of a head's coefficients by bin, combined with this covariance, give the factor by which its variances grow.
+The sums of a form's coefficients by bin, combined with this covariance, give the factor by which its variance grows. It
+is computed only for forms that exceed z.
 
 The remaining errors are systematic. Tensor cores of NVIDIA cut long sums off, which makes X smaller as a whole; this
 much, `Precision.lost`, any form may deviate besides. Others belong to the type: tf32 truncates, and small 8-bit outputs
@@ -37,9 +38,8 @@ vanish. A form that exceeds z is therefore compared with twice the largest devia
 of a fused kernel.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import log, prod, sqrt
 
@@ -57,6 +57,7 @@ TILE = 64  # keys or queries per tile form
 BINADES, BINS = 14, 8  # binades of weights below the largest; bins between two numbers of a type
 
 Head = tuple[int, int]  # batch, head
+Index = tuple[int, ...]
 Shape = tuple[int, int, int]
 
 
@@ -130,11 +131,6 @@ class Family:
   slack: Array
   size: Array
 
-  def times(self, common: Array) -> "Family":
-    """Return the family with variances multiplied by factors (B, H)."""
-    each = np.repeat(common, self.value.shape[1] // common.shape[1], 1)
-    return replace(self, variance=self.variance * each.reshape(*each.shape, *[1] * (self.value.ndim - 2)))
-
   def excess(self) -> Array:
     """Return each form's value beyond its slack, in standard deviations."""
     return np.maximum(np.abs(self.value) - self.slack, 0) / np.sqrt(self.variance + _TINY)
@@ -143,12 +139,11 @@ class Family:
     """Return the largest excess; 0 if there are no forms."""
     return float(self.excess().max(initial=0))
 
-  def fault(self, limit: float) -> Fault:
-    """Return the worst form as a fault, with a bound of `limit` standard deviations."""
-    index = np.unravel_index(np.argmax(self.excess()), self.value.shape)
+  def fault(self, index: Index, limit: float) -> Fault:
+    """Return a form as a fault, with a bound of `limit` standard deviations."""
     size = self.size[index] or 1.0
     bound = limit * np.sqrt(self.variance[index]) + self.slack[index]
-    return Fault(self.kind, tuple(map(int, index)), float(self.value[index] / size), float(bound / size))
+    return Fault(self.kind, index, float(self.value[index] / size), float(bound / size))
 
 
 class Product:
@@ -215,6 +210,21 @@ class Product:
   def error(self, got: Array) -> Array:
     """Return the error of an array against X, divided by `unit`; 0 where either is not finite."""
     return finite(got.astype(np.float64) / self.unit - self.exact)
+
+  def coefficients(self, kind: str, index: Index) -> Array:
+    """Return those of R of a head, (rows, columns), in a form of an element, row, column or head."""
+    x = self.exact[index[0], index[1]]
+    coefficients = np.zeros(x.shape)
+    match kind:
+      case "element":
+        coefficients[index[2:]] = 1
+      case "row":
+        coefficients[index[2]] = self.directions[index]
+      case "column":
+        coefficients[:, index[2]] = x[:, index[2]]
+      case _:
+        coefficients = x
+    return coefficients
 
   def families(self, error: Array) -> Iterator[Family]:
     """Yield the forms of elements, rows, columns and heads."""
@@ -340,11 +350,24 @@ class Roundings:
     if suspects:
       shown = self._families({name: self.guides[name] for name in suspects})
     for name in suspects:
-      common = self._common(name)
-      group, guides = ([f.times(common) for f in x[name]] for x in (families, shown))
-      limits = [max(self.products[name].limit, 2 * guide.most()) for guide in guides]
-      faults[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.most() > x)
+      found = (self._fault(name, f, guide.most()) for f, guide in zip(families[name], shown[name], strict=True))
+      faults[name] = tuple(fault for fault in found if fault is not None)
     return faults
+
+  def _fault(self, name: str, family: Family, guide: float) -> Fault | None:
+    """Return the worst form that roundings cannot explain; None if they explain all.
+
+    Args:
+      guide: the largest deviation of the guide.
+    """
+    limit, excess = self.products[name].limit, family.excess()
+    while excess.max(initial=0) > max(limit, 2 * guide):
+      index = tuple(map(int, np.unravel_index(np.argmax(excess), excess.shape)))
+      allowed = max(limit * sqrt(self._increase(name, family.kind, index)), 2 * guide)
+      if excess[index] > allowed:
+        return family.fault(index, allowed)
+      excess[index] = 0
+    return None
 
   @cached_property
   def _shares(self) -> dict[str, Shares]:
@@ -363,24 +386,34 @@ class Roundings:
     of_shares = {name: self._shares[name].families(x) for name, x in values.items()}
     return {name: [*self.products[name].families(error), *of_shares[name]] for name, error in errors.items()}
 
-  def _common(self, name: str) -> Array:
-    """Return the factor by which equal weights increase the variances of each head of X: (B, H)."""
-    p = self.products[name]
-    factors, unit = np.ones(p.exact.shape[:2]), p.precision.unit
+  def _increase(self, name: str, kind: str, index: Index) -> float:
+    """Return the factor by which equal weights increase the variance of a form."""
+    p, unit = self.products[name], self.products[name].precision.unit
     if unit < LEAST_UNIT:
-      return factors
-    count = round(BINADES * BINS / (2 * unit))
-    by_bin: dict[Head, Array] = defaultdict(lambda: np.zeros(count))
-    alone: Array = np.zeros(factors.shape)
+      return 1.0
+    result, of_errors = self._coefficients(name, kind, index)
+    by_bin, alone = np.zeros(round(BINADES * BINS / (2 * unit))), 0.0
     for x, t in self.terms():
-      if x == name:
-        lengths = p.lengths[t.result][t.rows].astype(np.float32)[:, None]
-        coefficients = (lengths * p.response(t) * t.weights).ravel()
-        by_bin[t.result] += np.bincount(_bins(t.weights, unit, count), coefficients, count)
-        alone[t.result] += np.square(coefficients.astype(np.float64)).sum()
-    for head, sums in by_bin.items():
-      factors[head] = max(1.0, _covariance(sums) / (alone[head] + _TINY))
-    return factors
+      if x == name and t.result == result:
+        y = p.operand[t.operand][t.inner]
+        of_roundings = (t.weights * (of_errors[t.rows].astype(np.float32) @ y.T)).ravel()
+        by_bin += np.bincount(_bins(t.weights, unit, len(by_bin)), of_roundings, len(by_bin))
+        alone += np.square(of_roundings.astype(np.float64)).sum()
+    return max(1.0, _covariance(by_bin) / (alone + _TINY))
+
+  def _coefficients(self, name: str, kind: str, index: Index) -> tuple[Head, Array]:
+    """Return the head of X that a form is about, and the coefficients of its errors: (rows, columns)."""
+    p, head = self.products[name], (index[0], index[1])
+    if kind not in (p.key, "tile"):
+      return head, p.coefficients(kind, index)
+    first, count = (index[2] * TILE, TILE) if kind == "tile" else (index[2], 1)
+    result, coefficients = head, np.zeros(p.exact.shape[2:])
+    for x, t in self.terms():
+      if x == name and t.head == head:
+        inner = slice(max(first - t.inner.start, 0), max(first + count - t.inner.start, 0))
+        coefficients[t.rows] += t.weights[:, inner] @ p.operand[t.operand][t.inner][inner]
+        result = t.result
+    return result, coefficients
 
 
 def _slack(precision: Precision, r: Rules, heads: int) -> Array:
